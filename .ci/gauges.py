@@ -22,15 +22,15 @@ WIDE = 90
 # the most of each; a feature is a file or a folder of the extensions
 DENSITY = {"width": 43.5, "wide": 0.06, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1242},
+    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1248},
     "nanoengine_gpu": {"lines": 465}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
 # several files, none above 200 lines: the formats of quantized files, and products with packed
 # weights; what each family of GGUF files leaves out; a model of transformers, its check and its
 # fast modules; grammars of all kinds; layers and their trial
 LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 2269}, "gguf_families": {"lines": 465},
-    "transformers_models": {"lines": 729}, "structured_outputs": {"lines": 283},
+    "quantized": {"lines": 2218}, "gguf_families": {"lines": 465},
+    "transformers_models": {"lines": 725}, "structured_outputs": {"lines": 283},
     "own_layers": {"lines": 236}}
 
 

@@ -66,7 +66,7 @@ class SamplingParams:
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
 
-    Temperature, repetition_penalty and biases are clamped in magnitude to 1e-18 … 1e18; 0 stays 0.
+    strict.py clamps temperature, repetition_penalty and biases to a size of 1e-18 … 1e18, except 0.
     Fields that are declared with `of` belong to an optional feature: see features.py. Raises
     ValueError for a value out of range, with its name and what is accepted.
     """

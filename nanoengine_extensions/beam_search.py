@@ -10,8 +10,12 @@ others. An observer calls `update` for each of them that has a new token. This f
     llm.steps_for(searches), llm.change(work)
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
-    Scheduler.preempt(seq), .enqueue(seq)   only if nothing else can run: see `make_way`
+    Scheduler.preempt(seq), .enqueue(seq), .waiting, .running
+                                            only if nothing else can run: see `make_way`
+    BlockManager.hold(seq), .num_blocks_for(num_tokens)
+                                            the blocks that a search can need
     Sequence.needs_tokens                   no step runs ahead of a beam
+    Sequence.end_tokens, .edits             are taken away: the search itself ends its beams
     Sequence.kept                           the log-probabilities of a beam: see logprobs.py
 """
 

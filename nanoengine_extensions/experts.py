@@ -141,21 +141,13 @@ class Experts(nn.Module):
         return [*map(np.array, found)]
 
 
-def of_matrices(module: Any) -> Experts:
-    """Returns the experts of a module, with views of its matrices."""
-    return build(kind_of(module), module)
-
-
-def of_linears(linears: list[nn.Linear], module: Any) -> Experts:
-    """Returns the experts of a module, with other linears.
+def build(module: Any, linears: Any = None, kind: Any = None) -> Experts:
+    """Returns the experts of a module, with views of its matrices, or with other linears.
 
     linears: first those with gates and ups of all experts, then the others; without biases
+    kind: makes an expert of its two linears; None: see `kind_of`
     """
-    return build(kind_of(module), module, linears)
-
-
-def build(kind: Callable, module: Any, linears: Any = None) -> Experts:
-    """kind: makes an expert of its two linears"""
+    kind = kind or kind_of(module)
     linears = linears or [linear_of(each) for name in NAMES for each in matrices_of(module, name)]
     biases = [each for name in BIASES for each in module._parameters.get(name, ())]
     for linear, bias in zip(linears, biases):
@@ -235,7 +227,7 @@ def is_same(module: Any, kind: Callable) -> bool:
     x = random(5, 8) * torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0])[:, None]
     given = x, torch.tensor([[0, 1], [1, 0]] * 3)[:5], random(5, 2).abs()
     try:
-        return are_close(trial(*given), build(kind, trial)(*given), torch.float32)
+        return are_close(trial(*given), build(trial, kind=kind)(*given), torch.float32)
     except Exception:
         # it needs other sizes, or other arguments
         return False

@@ -30,9 +30,6 @@ WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 # a file's name, what that means, and what the model must be; the first row that fits counts
 Row = tuple[str, str, str]
-# a path that is not a folder
-A_FILE: tuple[Row, ...] = (
-    ("*", "is a file", "the folder {folder}"),)
 # what a folder has instead of config.json
 NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
@@ -168,7 +165,7 @@ def check_file(name: str, path: Path) -> None:
         if is_gguf:
             raise ValueError(f"{name}={str(path)!r} is a GGUF file under another name: it must be "
                              "renamed, or linked, so that its name ends in .gguf")
-        raise refusal(name, path, [path.name], A_FILE)
+        raise ValueError(f"{name}={str(path)!r} is a file: it must be the folder {path.parent}")
 
 
 def check_folder(folder: Path, families: Iterable[str], load_format: str,
@@ -183,7 +180,7 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
     if "config.json" not in names:
         below = [*folder.glob("*/config.json"), *folder.glob("snapshots/*/config.json")]
         names += sorted(str(path.relative_to(folder)) for path in below)
-        raise refusal("model", folder, names, NO_CONFIG)
+        raise refusal(folder, names, NO_CONFIG)
     with naming(file := folder / "config.json"):
         config = json.loads(file.read_bytes())
         if not isinstance(config, dict):
@@ -215,7 +212,7 @@ def check_weights(folder: Path, names: list[str]) -> None:
     """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead."""
     files = weight_files(folder)
     if not files:
-        raise refusal("model", folder, names, NO_WEIGHTS)
+        raise refusal(folder, names, NO_WEIGHTS)
     with files[0].open("rb") as opened:
         is_note = opened.read(24) == b"version https://git-lfs."
     if is_note:
@@ -223,11 +220,10 @@ def check_weights(folder: Path, names: list[str]) -> None:
                          " it must be completed by `git lfs pull`")
 
 
-def refusal(argument: str, path: Path, names: list[str], rows: Iterable[Row]) -> ValueError:
+def refusal(folder: Path, names: list[str], rows: Iterable[Row]) -> ValueError:
     """Returns the error for the first row that fits one of the names."""
     fitting = ((name, what, instead) for pattern, what, instead in rows
                for name in names if fnmatch(name, pattern))
     name, what, instead = next(fitting, ("", "is an empty folder", "one with a model"))
-    folder = (path / name).parent if path.is_dir() else path.parent
-    text = f"{what}: it must be {instead}".format(name=name, folder=folder)
-    return ValueError(f"{argument}={str(path)!r} {text}")
+    text = f"{what}: it must be {instead}".format(name=name, folder=(folder / name).parent)
+    return ValueError(f"model={str(folder)!r} {text}")

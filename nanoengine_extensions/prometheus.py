@@ -55,7 +55,8 @@ class Times(Feature):
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         now = time.monotonic()
         for seq in seqs:
-            if seq.finish_reason == "error":
+            # beams that were forked have not arrived
+            if seq.finish_reason == "error" or "Times" not in seq.kept:
                 continue
             came, last = seq.kept["Times"]
             seq.kept["Times"] = came, now

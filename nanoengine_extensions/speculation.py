@@ -152,14 +152,13 @@ class Speculation:
     all_odds: the same for the guesses of all sequences; a new sequence begins with them.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features) -> None:
         policy = config.speculation
         self.guess = policy if callable(policy) else SPECULATION[policy]()
         self.config = config
         self.runner = runner
         self.features = features
-        self.clock = clock
+        self.clock = time.monotonic
         self.most_rows = len(runner.last_sampled)
         self.vocabulary = range(runner.model_config.vocab_size)
         self.stock: Guesses = {}

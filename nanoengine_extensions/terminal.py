@@ -63,7 +63,7 @@ def main() -> None:
         else:
             show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
         sys.exit(130)
 

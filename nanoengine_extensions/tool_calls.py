@@ -39,7 +39,7 @@ def check(body: dict[str, Any]) -> None:
     if not isinstance(tools, list) or not all(
             isinstance(tool, dict) and tool.get("type") == "function" for tool in tools):
         raise ValueError('tools must be a list of {"type": "function", "function": …}')
-    if body.get("parallel_tool_calls", True) not in (False, True):
+    if not isinstance(body.get("parallel_tool_calls", True), bool):
         raise ValueError("parallel_tool_calls must be true or false")
     choice = body.get("tool_choice", "none")
     if choice == "none" or choice == "auto" and tools:

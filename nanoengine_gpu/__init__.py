@@ -6,9 +6,10 @@
                             the other kernels, as functions of tensors
     truncate(…), draw(…)    sampling: the likeliest tokens of each row, and one token of each row
 
-To read: norms.py, then attention.py; modules.py puts them into a model. Importing this package
-raises ImportError where Triton is not installed. With TRITON_INTERPRET=1, set before the import,
-the same functions take tensors of a CPU: Triton then interprets the kernels, very slowly.
+To read: norms.py, attention.py and sampling.py; modules.py puts the first two into a model.
+Importing this package raises ImportError where Triton is not installed. With TRITON_INTERPRET=1,
+set before the import, the same functions take tensors of a CPU: Triton then interprets the kernels,
+very slowly.
 """
 
 from nanoengine_gpu.attention import paged_attention

@@ -154,8 +154,10 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         from nanoengine_extensions.quantized.transformers_linears import load_packed
         return {"read": partial(load_packed, tensors, by_sums), "is_packed": True}
     from nanoengine_extensions.quantized.modules import Loading
-    is_tied = runner.model_config.tie_word_embeddings and tie(opened)
-    loading = Loading(runner.dtype, is_tied, by_sums)
+    if runner.model_config.tie_word_embeddings and share(opened):
+        # so the loader finds both
+        runner.model_config.tie_word_embeddings = False
+    loading = Loading(runner.dtype, by_sums)
     return found | {"place": loading.place, "read": loading.read}
 
 
@@ -177,16 +179,14 @@ def drop_empty_biases(opened: Iterable[Opened], config: Any) -> None:
                 del tensors[name]
 
 
-def tie(opened: dict[Path, Opened]) -> bool:
-    """Gives the embedding the name of the head if the files have one matrix for both. Returns
-    whether there is only one."""
-    for tensors in opened.values():
-        if any(name.removeprefix("model.") == HEAD for name in tensors):
-            return not any(EMBEDDING in name for each in opened.values() for name in each)
-    for tensors in opened.values():
-        for name in [name for name in tensors if name.removeprefix("model.") == EMBEDDING]:
-            tensors[HEAD] = tensors.pop(name)
-    return True
+def share(opened: dict[Path, Opened]) -> bool:
+    """Gives one matrix the names of both the head and the embedding, if the files have no other.
+    Returns whether they have only one."""
+    found = [(tensors, name) for tensors in opened.values() for name in tensors
+             if name.removeprefix("model.") in (HEAD, EMBEDDING)]
+    for tensors, name in found if len(found) == 1 else ():
+        tensors[HEAD] = tensors[EMBEDDING] = tensors.pop(name)
+    return len(found) == 1
 
 
 def choose_opener(method: str, entries: dict[str, Any],

@@ -16,7 +16,6 @@ from nanoengine.loader import place_on
 from nanoengine_cpu.compiling import bits_of_number, warn_once
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.modules import GatedMLP, PackedLinear, kind_of
-from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_extensions.quantized import kernel, order, packed
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Stored
@@ -54,13 +53,10 @@ class QuantizedLinear(PackedLinear):
 
     weight: the dequantized weight, a copy. If another one is set, this becomes an ordinary linear.
     part_rows: how many outputs each part has.
-    is_being_tied: set until an embedding is given the weight; meanwhile, the weight is not
-        dequantized for it.
     packed_bias: in float32, padded; made when it is first needed, since the bias is loaded later.
     """
 
     part_rows: list[int]
-    is_being_tied = False
     packed_bias: Any = None
 
     @property
@@ -76,8 +72,6 @@ class QuantizedLinear(PackedLinear):
         if not self.is_quantized:
             return PackedLinear.weight.fget(self)  # type: ignore[attr-defined]
         empty: Any = self._parameters["weight"]
-        if self.is_being_tied:
-            return empty
         return dequantized(self.packed_parts, self.part_rows, self.in_features, empty.dtype)
 
     def keep(self: Any, parts: list[Tensor], rows: list[int], dtype: torch.dtype) -> None:
@@ -129,7 +123,7 @@ class QuantizedLinear(PackedLinear):
 class QuantizedEmbedding(nn.Embedding):
     """An embedding whose rows are dequantized when they are looked up.
 
-    part_0: the packed weight; without it, the model's head has the weight.
+    part_0: the packed weight; a head with the same weight has the same tensor.
     """
 
     @property
@@ -137,22 +131,9 @@ class QuantizedEmbedding(nn.Embedding):
         ids = torch.arange(self.num_embeddings, device="cpu")
         return nn.Parameter(self(ids), requires_grad=False)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Its weight stays as it was loaded: the weight of the head, if both are tied."""
-        if name == "weight":
-            own: Any = self._parameters[name]
-            self._parameters[name] = without_weight(own.dtype)
-            if head := vars(self).get("head"):
-                head.is_being_tied = False
-        else:
-            super().__setattr__(name, value)
-
     def forward(self: Any, ids: Tensor) -> Tensor:
         dtype = self._parameters["weight"].dtype
-        part = self._buffers.get("part_0")
-        if part is None:
-            part, = self.head.packed_parts
-        rows = [packed.rows_of(part, each, self.embedding_dim, dtype).to(dtype)
+        rows = [packed.rows_of(self.part_0, each, self.embedding_dim, dtype).to(dtype)
                 for each in ids.flatten().split(ROWS)]
         return torch.cat(rows).view(*ids.shape, -1)
 
@@ -205,14 +186,14 @@ def packed_class(kind: Any, own: Any) -> Any:
 class Loading:
     """Replaces modules of one model, then packs their weights.
 
-    is_tied: whether the files have one matrix for both the head and the embedding.
     by_sums: whether scales multiply the sums of groups: see kernel.py.
     """
 
-    def __init__(self, dtype: torch.dtype, is_tied: bool, by_sums: bool) -> None:
+    def __init__(self, dtype: torch.dtype, by_sums: bool) -> None:
         self.dtype = dtype
-        self.is_tied = is_tied
         self.by_sums = by_sums
+        # the last tensor: the head and the embedding can have the same, one after the other
+        self.last: tuple[Any, Any] = None, None
         # by the storage of a parameter: its module, the module's own class, and the loaded parts
         self.modules: dict[int, tuple[Any, type, dict[int, Tensor]]] = {}
 
@@ -224,8 +205,7 @@ class Loading:
         embedding: Any = model.embed_tokens
         linears: Any = model.modules()
         taken = {module: QuantizedLinear for module in linears
-                 if kind_of(module) is PackedLinear
-                 and module.in_features * self.dtype.itemsize <= 4 * MOST_WORDS}
+                 if kind_of(module) is PackedLinear}
         taken |= {embedding: QuantizedEmbedding}
         weights = [module._parameters.pop("weight") for module in taken]
         place_on(model, device)
@@ -235,18 +215,15 @@ class Loading:
             own: Any = type(module)
             self.modules[storage_of(weight)] = module, own, {}
             module.__class__ = packed_class(kind, own)
-        if self.is_tied:
-            # not as a submodule of the embedding, since the head is already a part of the model
-            vars(embedding)["head"] = model.lm_head
-            vars(model.lm_head)["is_being_tied"] = True
 
     def read(self, tensor: Stored, target: Tensor) -> Tensor:
         """Reads a tensor of a file. If it is packed, the result has only a shape."""
         if not target.is_meta:
             return tensor[:]
         module, own, parts = self.modules[storage_of(target)]
-        part = in_packed_form(tensor, self.dtype, self.by_sums)
-        parts[target.storage_offset() // target.shape[1]] = part
+        if self.last[0] is not tensor:
+            self.last = tensor, in_packed_form(tensor, self.dtype, self.by_sums)
+        parts[target.storage_offset() // target.shape[1]] = self.last[1]
         rows = [*getattr(module, "parts", {own: module._parameters["weight"].shape[0]}).values()]
         if len(parts) == len(rows):
             self.finish(module, own, [parts[first] for first in sorted(parts)], rows)
@@ -266,10 +243,6 @@ class Loading:
         if any(part.ndim == 1 for part in parts):
             warn_once("quantized weights of some fused projections are dequantized when they are "
                       "loaded, since one product cannot combine all of their parts")
-        for other, other_own, _ in self.modules.values():
-            if vars(other).get("head") is module:
-                other.__class__ = other_own
-                del vars(other)["head"]
         weight = one_matrix(parts, rows, inputs, self.dtype)
         for name in ("halves", "is_fused"):
             vars(module).pop(name, None)

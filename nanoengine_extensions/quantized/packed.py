@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoengine_cpu.memory import in_huge_pages
+from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_cpu.vectors import LANES, has
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.order import FLOAT8, block_of, order_of, place
@@ -82,6 +83,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     Scales that are powers of two always use sums.py in bfloat16: the weight is the same, and small
     batches are faster.
     """
+    if weight.numbers.shape[1] * dtype.itemsize > 4 * MOST_WORDS:
+        return None
     has_floats = weight.bits == 8 and weight.values is not None
     if has_floats and (weight.numbers & 127 == 127).any():
         # no number: kernels do not know it

@@ -26,7 +26,6 @@ from torch.func import functional_call
 from nanoengine.features import extension, is_installed, logger
 from nanoengine_cpu.memory import SharedPages, release_memory
 from nanoengine_cpu.modules import PackedLinear, kind_of
-from nanoengine_cpu.products import MOST_WORDS
 from nanoengine_extensions.quantized.expert_files import Matrices
 from nanoengine_extensions.quantized.modules import (
     are_one, in_packed_form, one_matrix, packed_class, without_weight)
@@ -70,7 +69,7 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
                 partial(linear_of, SharedPages(), dtype, by_sums, are_gated), jobs)
             known.update(each for parts, made in zip(jobs, linears) if isinstance(made, Linear)
                          for each in parts)
-            others[module] = extension("experts").of_linears(linears, module)
+            others[module] = extension("experts").build(module, linears)
             release_memory()
         exchange(causal, others)
         causal(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
@@ -135,9 +134,8 @@ def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool, is_gated: bool
     rows = [each.shape[0] for each in tensors]
     inputs = tensors[0].shape[1]
     linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")
-    is_narrow = inputs * dtype.itemsize // 4 <= MOST_WORDS
     halves = len(rows) if is_gated else 1
-    if is_narrow and are_one(parts, rows, inputs, dtype, halves == 1) and len(set(rows)) == 1:
+    if are_one(parts, rows, inputs, dtype, halves == 1) and len(set(rows)) == 1:
         linear.__class__ = packed_class(Linear, nn.Linear)
         vars(linear).update(halves=halves, is_fused=halves == 2)
         linear.keep(parts, rows, dtype)
@@ -184,8 +182,7 @@ def put(places: Places, weight: Tensor) -> None:
 
 def can_be_packed(module: Any, name: str, dtype: torch.dtype) -> bool:
     if isinstance(module, nn.Linear):
-        words = module.in_features * dtype.itemsize // 4
-        return kind_of(module) is PackedLinear and words <= MOST_WORDS
+        return kind_of(module) is PackedLinear
     is_embedding = isinstance(module, nn.Embedding) and name == "weight"
     return is_embedding and module.max_norm is None and looks_up(module)
 

@@ -238,7 +238,7 @@ def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others, longest: 
     dtype = runner.dtype
     if is_installed("experts") and runner.kernels.empty_cache:
         experts = extension("experts")
-        others |= {each: experts.of_matrices(each) for each in inputs if experts.are_known(each)}
+        others |= {each: experts.build(each) for each in inputs if experts.are_known(each)}
     own = extension("own_layers") if is_installed("own_layers") else None
     if own:
         others |= own.own_attentions(inputs, [*model.calls], longest, dtype)

@@ -45,7 +45,7 @@ def test_known_experts(kind, changes):
     module = make(kind, **changes)
     assert experts.are_known(module)
     x, which, weights = inputs(9)
-    found = experts.of_matrices(module)
+    found = experts.build(module)
     assert (found.act is None) == (kind != "GptOss" and not changes)
     torch.testing.assert_close(found(x, which, weights), module(x, which, weights))
 
@@ -67,7 +67,7 @@ def test_experts_that_limit_their_gates():
     """Only large numbers show the limit: they are not gated MLPs."""
     module = make("Qwen3Moe")
     module.act_fn = Limited()
-    assert experts.of_matrices(module).act
+    assert experts.build(module).act
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -84,7 +84,7 @@ def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, size):
     module = make("Qwen3Moe", moe_intermediate_size=size).to(dtype)
-    found = experts.of_matrices(module)
+    found = experts.build(module)
     optimize(torch.nn.ModuleList(each for each in found.modules() if type(each) is GatedMLP))
     optimize(torch.nn.ModuleList(
         each for each in found.modules() if type(each) is torch.nn.Linear), has_attention=False)

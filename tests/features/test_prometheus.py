@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine_extensions import prometheus
 from nanoengine_extensions.prometheus import FIRST_TOKEN, NEXT_TOKEN, WHOLE, Times, as_text
 
@@ -140,6 +140,15 @@ def test_times_of_an_engine(make_llm):
         *buckets, last = [count for end, count in each.items() if end[0] != "_"]
         assert buckets == sorted(buckets) and last == each["_count"]
     assert 0 < found[FIRST_TOKEN]["_sum"] < found[WHOLE]["_sum"] + found[FIRST_TOKEN]["_sum"]
+
+
+def test_times_of_beams(make_llm):
+    """A search arrives once; the beams that it forks do not."""
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    with make_llm(num_kv_blocks=32, max_num_seqs=4, features=[times := Times()]) as llm:
+        assert len(llm.beam_search([[5, 6]], params)[0].sequences) == 3
+    first, _, whole = [each["_count"] for each in histograms_of(times).values()]
+    assert first == 1 and whole <= 1
 
 
 @pytest.mark.parametrize("options", [{}, {"preemption": True}, {"speculation": "prompt-lookup"}])

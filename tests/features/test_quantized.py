@@ -954,7 +954,7 @@ def test_the_memory_of_a_model(bundled, quantization, bits):
                     if isinstance(linear, torch.nn.Linear))
     with LLM(bundled, quantization=quantization, **BFLOAT16) as llm:
         model = llm.engine.runner.model
-        assert model.embed_tokens.head is model.lm_head
+        assert model.embed_tokens.part_0 is model.lm_head.part_0
         assert num_bytes(model) < 1.05 * count * bits / 8
         assert all(weight.ndim < 2 or not weight.numel() for weight in model.parameters())
 

@@ -297,7 +297,8 @@ def test_what_no_grammar_can_require_is_refused(llm, changes, error):
     ({"tools": [tool()], "tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
     ({"tools": [tool(), tool("now")], "tool_choice": tool("wether")},
      r"tool_choice=.*'wether'.* names: weather, now$"),
-    ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls")])
+    ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"tools": [tool()], "parallel_tool_calls": 0}, "parallel_tool_calls")])
 def test_what_is_refused(body, name):
     with pytest.raises(ValueError, match=f"^{name}"):
         check(body)
