@@ -146,7 +146,8 @@ class Constraints(Feature):
             found.bad_words = find_bad_words(words, tokenizer, size)
         # with a grammar, the grammar decides where the text can end
         if p.structured_outputs is None:
-            found.ends = np.array([*{*p.stop_token_ids, *inputs.eos_tokens}], np.int64)
+            ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens} if token < size]
+            found.ends = np.array(ends, np.int64)
             found.until = seqs[0].num_prompt_tokens + p.min_tokens
         for seq in seqs:
             seq.edits += ("Constraints",)

@@ -44,7 +44,8 @@ class Grammars(Feature):
         if p.structured_outputs is None:
             return
         tokenizer = inputs.get_tokenizer()
-        ends = [*{*p.stop_token_ids, *inputs.eos_tokens}]
+        ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens}
+                if token < inputs.vocab_size]
         for seq in seqs:
             seq.kept["grammar"] = Grammar(
                 p.structured_outputs, tokenizer, inputs.vocab_size, ends, seq.num_tokens)

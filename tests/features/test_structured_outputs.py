@@ -637,7 +637,7 @@ def test_end_tokens_that_are_words():
     wanted = {"regex": "[ab]{2,3}"}
     assert allowed(wanted, letters, 260, [a, eos]) == [b], "the text would end in the middle"
     assert allowed(wanted, letters, 260, [a, eos], [b, b]) == [a, b, eos]
-    assert allowed(wanted, letters, 260, [259, eos], [b, b, b]) == [eos, 259], "padding can end it"
+    assert allowed(wanted, letters, 260, [259], [b, b, b]) == [eos, 259], "padding can be an end"
     assert allowed(wanted, letters, 256, [a], [b, b, b]) == [a], "the model has no EOS"
     # after an end token that is ignored, the text goes on
     assert allowed(wanted, letters, 260, [eos], [b, b, eos]) == [a, b, eos]
