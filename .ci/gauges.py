@@ -30,7 +30,7 @@ FEATURE: dict[str, float] = {"lines": 200}
 # fast modules; grammars of all kinds; layers and their trial
 LARGE: dict[str, dict[str, float]] = {
     "quantized": {"lines": 2218}, "gguf_families": {"lines": 465},
-    "transformers_models": {"lines": 725}, "structured_outputs": {"lines": 281},
+    "transformers_models": {"lines": 725}, "structured_outputs": {"lines": 288},
     "own_layers": {"lines": 236}}
 
 

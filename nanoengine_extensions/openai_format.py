@@ -26,7 +26,8 @@ SAMPLING = {each.name for each in fields(SamplingParams)} - {
     "detokenize", "logits_processors", "prompt_logprobs", "prompt_logprobs_start"}
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
-OF_CHATS = {"messages", "max_completion_tokens", "tool_choice", "top_logprobs"}
+OF_CHATS = {"messages", "max_completion_tokens", "reasoning_effort", "tool_choice",
+            "top_logprobs"}
 OF_ALL = SAMPLING | {"response_format", "stream", "stream_options"}
 KNOWN = {CHAT: OF_ALL | OF_CHATS | TEMPLATE, COMPLETION: OF_ALL | {"echo", "prompt"}}
 # with the first two together, each chunk of a stream has the usage so far, as in vLLM
@@ -90,6 +91,12 @@ class Body:
             if body.keys() & {"tools", "tool_choice"}:
                 extension("tool_calls", "tools").read(self, body)
             given = {name: body[name] for name in TEMPLATE & body.keys()}
+            if "reasoning_effort" in body:
+                # a variable of templates such as gpt-oss's, as in vLLM
+                with naming("chat_template_kwargs"):
+                    given["chat_template_kwargs"] = {
+                        "reasoning_effort": body["reasoning_effort"],
+                        **given.get("chat_template_kwargs", {})}
             self.prompts = extension("chat").render(llm.inputs, [body.get("messages")], **given)
             return
         prompt: Any = body.get("prompt")
@@ -107,10 +114,12 @@ class Body:
         if "logit_bias" in given:
             with naming(rejected("logit_bias", given["logit_bias"], "biases by token id")):
                 given["logit_bias"] = {int(key): bias for key, bias in body["logit_bias"].items()}
-        if wanted := grammar_of(body.get("response_format")):
+        form = body.get("response_format", {"type": "text"})
+        if not isinstance(form, dict) or form.get("type") != "text":
             if "structured_outputs" in given:
                 raise ValueError("response_format must be left out beside structured_outputs")
-            given["structured_outputs"] = wanted
+            given["structured_outputs"] = extension(
+                "structured_outputs", "response_format").from_openai(form)
         if self.echoes:
             given["prompt_logprobs"] = body.get("logprobs")
             # the engine generates at least one token
@@ -281,15 +290,3 @@ def error_of(text: str, status: int, url: str) -> dict[str, Any]:
     return {"error": {
         "message": text, "type": "invalid_request_error" if status < 500 else "server_error",
         "param": name, "code": "invalid_api_key" if status == 401 else None}}
-
-
-def grammar_of(response_format: Any) -> dict[str, Any] | None:
-    """Returns OpenAI's `response_format` as `SamplingParams.structured_outputs`."""
-    match response_format:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"json": {"type": "object"}}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return extension("structured_outputs").check("response_format", {"json": schema})
-    raise rejected("response_format", response_format, "text, json_object or a whole json_schema")

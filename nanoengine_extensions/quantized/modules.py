@@ -172,9 +172,10 @@ def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtyp
 
 def one_matrix(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype) -> Tensor:
     """Returns some parts, packed or not, as one matrix in `dtype`."""
-    return torch.cat([
-        part if part.ndim == 2 else dequantized([part], [count], inputs, dtype)
-        for part, count in zip(parts, rows)])
+    found = [part if part.ndim == 2 else dequantized([part], [count], inputs, dtype)
+             for part, count in zip(parts, rows)]
+    # the head and the embedding can share it
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from nanoengine.features import Condition, naming
+from nanoengine.features import Condition, naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
@@ -34,6 +34,16 @@ def check(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
         if error := LLMatcher.validate_grammar(to_lark(kind, value)):
             raise ValueError(reason_of(error))
     return wanted
+
+
+def from_openai(response_format: Any) -> dict[str, Any]:
+    """Returns OpenAI's `response_format`, of another type than text, as `structured_outputs`."""
+    match response_format:
+        case {"type": "json_object"}:
+            return {"json": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return check("response_format", {"json": schema})
+    raise rejected("response_format", response_format, "text, json_object or a whole json_schema")
 
 
 class Grammars(Feature):

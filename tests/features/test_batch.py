@@ -146,8 +146,9 @@ def test_parameters(job, batch, llm, monkeypatch):
     job([of_api({"prompt": "Once", "logit_bias": {"5": 1.5}} | everything),
          {"prompt": "Once", "seed": -1, "max_tokens": None}, {"prompt": "Once", "seed": 0},
          chat(temperature=0), chat(max_tokens=2, logprobs=True, top_logprobs=3),
-         chat(chat_template="{{ x }}{{ messages[0].content }}{{ tools[0].type }}", max_tokens=1,
-              chat_template_kwargs={"x": "<"}, tools=[{"type": "function"}], tool_choice="none"),
+         chat(chat_template="{{ x }}{{ messages[0].content }}{{ tools[0].type }}"
+              "{{ reasoning_effort }}", chat_template_kwargs={"x": "<"}, reasoning_effort="low",
+              max_tokens=1, tools=[{"type": "function"}], tool_choice="none"),
          of_api({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content":
                 "b c"}], "add_generation_prompt": False, "continue_final_message": True}, CHAT)])
     params = [params for _, params in seen]
@@ -159,7 +160,7 @@ def test_parameters(job, batch, llm, monkeypatch):
     assert (params[3].seed, params[3].max_tokens, params[3].logprobs) == (4, None, None)
     assert (params[4].max_tokens, params[4].logprobs) == (2, 3)
     prompts = [prompt["prompt"] for [prompt], _ in seen[5:]]
-    assert prompts[0] == "<12 + 34function" and prompts[1].endswith("b c")
+    assert prompts[0] == "<12 + 34functionlow" and prompts[1].endswith("b c")
 
 
 def test_structured_outputs(job):
@@ -168,7 +169,8 @@ def test_structured_outputs(job):
     of_schema = {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}}
     found = job([chat(response_format=of_schema, n=2, max_tokens=40, seed=1),
                  {"prompt": "Once", "structured_outputs": {"choice": ["cat", "dog"]}},
-                 {"prompt": "12 + 34 =", "response_format": {"type": "text"}, "temperature": 0},
+                 {"prompt": "12 + 34 =", "response_format": {"type": "text", "json_schema": None},
+                  "temperature": 0},
                  {"prompt": "Once", "response_format": {"type": "json_object"}},
                  {"prompt": "Once", "response_format": {"type": "text"},
                   "structured_outputs": {"choice": ["cat", "dog"]}}])
@@ -262,6 +264,7 @@ def test_bad_rows(job):
         (of_api({"messages": [[], []]}, CHAT), "line"), (chat([{"type": "image_url"}]), "content"),
         (chat(prompt="x"), "prompt"), (chat(logprobs=5), "logprobs"),
         (chat(top_logprobs=2), "top_logprobs"), (chat(logprobs=True, top_logprobs="x"), "logprobs"),
+        (chat(chat_template_kwargs=5, reasoning_effort="low"), "chat_template_kwargs: "),
         (chat(chat_template_kwargs=5), "dict"), (chat(chat_template="{% x %}"), "chat_template"),
         (chat(tool_choice="auto"), "tool_choice"), (chat(continue_final_message=True), "message"),
         (good | {"bad_words": ["\ud800"]}, "line")]

@@ -47,8 +47,8 @@ def test_what_has_no_effect_is_accepted(llm):
         with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
             read(llm, body | {"return_token_ids": True}, url)
         # nothing is near enough
-        with pytest.raises(ValueError, match="reasoning_effort='low' is not supported .*: omit"):
-            read(llm, body | {"reasoning_effort": "low"}, url)
+        with pytest.raises(ValueError, match="verbosity='low' is not supported .*: omit"):
+            read(llm, body | {"verbosity": "low"}, url)
 
 
 @pytest.mark.parametrize("is_echo", [False, True])
