@@ -2,7 +2,8 @@
 
 serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
 null stands for the default. Parameters without an effect on the answer, such as `user`, are
-accepted. `tools` go to the chat template; tool_calls.py handles the calls in an answer.
+accepted. `tools` and `reasoning_effort` go to the chat template; tool_calls.py handles the calls in
+an answer.
 """
 
 import json
