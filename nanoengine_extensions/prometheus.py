@@ -64,7 +64,8 @@ class Times(Feature):
                 self.add(FIRST_TOKEN, now - came)
             else:
                 self.add(NEXT_TOKEN, now - last)
-            if seq.finish_reason:
+            # a beam search aborts the beams that it drops, and then goes on
+            if seq.finish_reason in ("stop", "length"):
                 self.add(WHOLE, now - came)
 
     def add(self, name: str, seconds: float) -> None:

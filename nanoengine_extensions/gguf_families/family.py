@@ -48,13 +48,13 @@ def windows(header: Any, period: int) -> dict[str, Any]:
     of_layers = header.find(f"{header.architecture}.{name}")
     if not isinstance(of_layers, list):
         period = header.of_model(name, period)
-        of_layers = [(index + 1) % period != 0 for index in range(header.of_model("block_count"))]
+        of_layers = [(index + 1) % period != 0 for index in range(header.num_layers)]
     return {"sliding_window": header.of_model("attention.sliding_window"), "layer_types": [
         "sliding_attention" if is_local else "full_attention" for is_local in of_layers]}
 
 
-def by_layer(header: Any, name: str) -> list[int]:
-    """Returns the number of each layer, of those in `Family.lists`."""
+def by_layer(header: Any, name: str) -> list[Any]:
+    """Returns the number of each layer."""
     found = header.find(f"{header.architecture}.{name}")
     if isinstance(found, list):
         return found

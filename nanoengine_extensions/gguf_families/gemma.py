@@ -45,6 +45,8 @@ def gemma3n(header: Any) -> dict[str, Any]:
     above = by_layer(header, "activation_sparsity_scale")
     embeddings = header.tensor("per_layer_token_embd.weight")
     return gemma3(header) | windows(header, period=5) | {
+        # files of 2025 do not say it
+        "final_logit_softcapping": header.find("gemma3n.final_logit_softcapping", 30.0),
         "activation_sparsity_pattern": [round(NormalDist().cdf(each), 6) for each in above],
         "vocab_size_per_layer_input": int(embeddings.shape[1]),
         "laurel_rank": int(header.tensor("blk.0.laurel_l.weight").shape[1])}

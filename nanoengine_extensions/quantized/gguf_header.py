@@ -79,6 +79,7 @@ class Header:
         guessing = self.find(f"{self.architecture}.nextn_predict_layers", 0)
         self.num_layers = self.find(f"{self.architecture}.block_count", 0) - guessing
         self.names = NAMES | (self.family.names if self.family else {})
+        # `parts` looks for other tensors
         self.tensors = {tensor.name: tensor for reader in readers.values()
                         for tensor in reader.tensors}
         of_files = {name: [part for tensor in reader.tensors for part in self.parts(tensor)]
@@ -95,7 +96,7 @@ class Header:
         for table in self.table.values():
             for name in changes.keys() & table.keys():
                 del table[name]
-        # it has the header
+        # the first file has the header, and so these numbers
         self.table[str(files[0])] |= {name: each for name, each in changes.items() if each}
 
     def parts(self, tensor: Any) -> list[Any]:

@@ -153,7 +153,8 @@ def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool,
     if tensor.is_quantized:
         warn_once("quantized weights of some matrices are dequantized when they are loaded, since "
                   "kernels know no act-order, no scales of more than 15 bits, NF4 only with "
-                  "AVX-512, and only groups of 16, 32, 64 or 128 inputs, or of multiples of these")
+                  "AVX-512, only groups of 16, 32, 64 or 128 inputs, or of multiples of these, and "
+                  "only rows of at most 64 KiB in the model's dtype")
     return found.to(dtype)
 
 
@@ -223,6 +224,8 @@ class Loading:
             return tensor[:]
         module, own, parts = self.modules[storage_of(target)]
         if self.last[0] is not tensor:
+            # frees it
+            self.last = None, None
             self.last = tensor, in_packed_form(tensor, self.dtype, self.by_sums)
         parts[target.storage_offset() // target.shape[1]] = self.last[1]
         rows = [*getattr(module, "parts", {own: module._parameters["weight"].shape[0]}).values()]

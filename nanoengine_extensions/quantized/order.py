@@ -67,6 +67,7 @@ def place(numbers: Tensor, order: Tensor, records: Tensor, group: int, added: in
     order: of one record, see `order_of`; two numbers of 4 bits share a byte, the first one below
     added: is added to all numbers. The sum has the right bits for numbers with a sign, too.
     """
+    assert numbers.element_size() == 1
     numbers = numbers.contiguous().view(torch.uint8)
     are_halves = records.shape[2] < len(order)
     placing()(numbers.numpy(), order.to(torch.uint16).numpy(), records.numpy(), group, added % 256,

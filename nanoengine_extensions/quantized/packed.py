@@ -212,9 +212,9 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
         rows = groups[None, :records.shape[1], None]
         return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
 
-    place, shift = places(form, dtype)
-    place = place + form.head
-    found = records[blocks[:, None, None], groups[None, :, None], place[own][:, None]]
+    byte, shift = places(form, dtype)
+    at = (byte + form.head)[own]
+    found = records[blocks[:, None, None], groups[None, :, None], at[:, None]]
     found = found >> shift[own][:, None] & 2**form.bits - 1
     if form.width == FLOAT8:
         weight = found.view(torch.float8_e4m3fn).float()

@@ -77,6 +77,7 @@ class Index:
         return safe_open(self.files[name], framework="pt").get_slice(name)
 
     def read(self, name: str) -> Tensor:
+        """Returns a tensor that can lie in the mapped file: it needs a copy to outlive the file."""
         return self.slice_of(name)[...]
 
     def find(self, name: str) -> Tensor | None:
@@ -211,5 +212,9 @@ def plain(file: Path) -> Opened:
     opened = Opened()
     for name in index.files:
         each = slices.get_slice(name)
-        opened[name] = Stored(each.get_dtype(), each.get_shape(), partial(index.read, name))
+        opened[name] = Stored(each.get_dtype(), each.get_shape(), partial(copied, index, name))
     return opened
+
+
+def copied(index: Index, name: str) -> Tensor:
+    return index.read(name).clone()

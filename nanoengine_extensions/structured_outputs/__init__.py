@@ -15,10 +15,6 @@ from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
 
-with naming("structured_outputs need llguidance"):
-    from nanoengine_extensions.structured_outputs.grammar import (
-        Grammar, LLMatcher, permitted, reason_of, to_lark)
-
 CONDITIONS: list[Condition] = [
     ("structured_outputs", lambda p: p.structured_outputs != {},
      "one of {{'json': …}}, {{'regex': …}} and so on")]
@@ -29,6 +25,8 @@ def check(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
     name: what a user calls it
     """
+    with naming("structured_outputs need llguidance"):
+        from nanoengine_extensions.structured_outputs.grammar import LLMatcher, reason_of, to_lark
     (kind, value), = wanted.items()
     with naming(name):
         if error := LLMatcher.validate_grammar(to_lark(kind, value)):
@@ -53,6 +51,8 @@ class Grammars(Feature):
         p = seqs[0].params
         if p.structured_outputs is None:
             return
+        with naming("structured_outputs need llguidance"):
+            from nanoengine_extensions.structured_outputs.grammar import Grammar
         tokenizer = inputs.get_tokenizer()
         ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens}
                 if token < inputs.vocab_size]
@@ -72,6 +72,7 @@ class Grammars(Feature):
         The masks of all rows cross to the device together. Before `min_tokens`, tokens that end the
         sequence are forbidden, too, unless no other token is left: a complete text may end early.
         """
+        from nanoengine_extensions.structured_outputs.grammar import permitted
         grammars = {row: seq.kept["grammar"] for row, seq in enumerate(seqs)
                     if "grammar" in seq.kept}
         for row, grammar in grammars.items():

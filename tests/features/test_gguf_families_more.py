@@ -79,11 +79,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "attention.head_count_kv": [2, 1] * 2, "expert_feed_forward_length": 64}),
     "gemma 3n": ("gemma3n", "Gemma3nText", dict(
         num_hidden_layers=4, layer_types=LAYERS, head_dim=32, sliding_window=8, laurel_rank=32,
-        final_logit_softcapping=3.0, hidden_size_per_layer_input=32, num_kv_shared_layers=2,
-        vocab_size_per_layer_input=320, activation_sparsity_pattern=[0.95, 0.9, 0.0, 0.0],
-        tie_word_embeddings=False), OF_HEADS | {
+        hidden_size_per_layer_input=32, num_kv_shared_layers=2, vocab_size_per_layer_input=320,
+        activation_sparsity_pattern=[0.95, 0.9, 0.0, 0.0], tie_word_embeddings=False), OF_HEADS | {
+        # files of 2025 do not say how logits are capped
         "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False] * 2,
-        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "final_logit_softcapping": 3.0,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4,
         "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32,
         "altup.active_idx": 0, "altup.num_inputs": 4, "feed_forward_length": [128] * 4,
         # of 0.95 and 0.9

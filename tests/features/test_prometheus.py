@@ -123,6 +123,10 @@ def test_times(clock):
     assert [each["_count"] for each in found.values()] == [2, 3, 2]
     assert first["_sum"] == 0.5 and following["_sum"] == pytest.approx(1e5 + 0.04)
     assert whole["_sum"] == pytest.approx(1e5 + 2 * 0.27)
+    # a beam that its search drops
+    seqs[2].finish_reason = "abort"
+    times.done(None, seqs[2:])
+    assert [each["_count"] for each in histograms_of(times).values()] == [3, 3, 2]
 
 
 def test_times_of_an_engine(make_llm):
@@ -147,8 +151,8 @@ def test_times_of_beams(make_llm):
     params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
     with make_llm(num_kv_blocks=32, max_num_seqs=4, features=[times := Times()]) as llm:
         assert len(llm.beam_search([[5, 6]], params)[0].sequences) == 3
-    first, _, whole = [each["_count"] for each in histograms_of(times).values()]
-    assert first == 1 and whole <= 1
+    first, following, whole = [each["_count"] for each in histograms_of(times).values()]
+    assert first == 1 and following <= 5 and whole <= 1
 
 
 @pytest.mark.parametrize("options", [{}, {"preemption": True}, {"speculation": "prompt-lookup"}])

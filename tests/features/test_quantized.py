@@ -896,8 +896,9 @@ def test_what_has_no_packed_form(make_quantized, caplog, name):
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
     assert [line for line in caplog.messages if "no act-order" in line] == [
         "quantized weights of some matrices are dequantized when they are loaded, since kernels "
-        "know no act-order, no scales of more than 15 bits, NF4 only with AVX-512, and only groups "
-        "of 16, 32, 64 or 128 inputs, or of multiples of these"]
+        "know no act-order, no scales of more than 15 bits, NF4 only with AVX-512, only groups of "
+        "16, 32, 64 or 128 inputs, or of multiples of these, and only rows of at most 64 KiB in "
+        "the model's dtype"]
 
 
 def test_scales_of_many_bits_have_no_packed_form():
@@ -966,6 +967,14 @@ def test_the_memory_of_a_gguf():
         assert num_bytes(llm.engine.runner.model) < 1.25 * stored
 
 
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_no_weight_lies_in_a_file(make_quantized, model_impl):
+    """The file can be changed or removed while the engine runs."""
+    folder, _ = make_quantized("awq", tie_word_embeddings=True)
+    with LLM(folder, model_impl=model_impl, **OPTIONS):
+        assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize("quantization", ["int8", None])
 def test_packed_weights_have_to_fit_the_memory(bundled, monkeypatch, quantization):
     """Nothing is read if they do not: int8, half of what bfloat16 takes; a GGUF file."""
@@ -1005,7 +1014,7 @@ def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
 @pytest.mark.parametrize("has_both", [True, False])
 def test_the_embedding_of_a_packed_model(make_model, is_tied, has_both, caplog, monkeypatch):
     """The head's, or its own; files can have it under one name, or twice. To tie them, nothing is
-    dequantized."""
+    dequantized, unless the files have both."""
     calls: list[tuple] = []
     dequantized = modules.dequantized
     monkeypatch.setattr(modules, "dequantized", lambda *given: (
