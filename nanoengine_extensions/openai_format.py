@@ -92,12 +92,11 @@ class Body:
             if body.keys() & {"tools", "tool_choice"}:
                 extension("tool_calls", "tools").read(self, body)
             given = {name: body[name] for name in TEMPLATE & body.keys()}
-            if "reasoning_effort" in body:
+            further = body.get("chat_template_kwargs", {})
+            if "reasoning_effort" in body and isinstance(further, dict):
                 # a variable of templates such as gpt-oss's, as in vLLM
-                with naming("chat_template_kwargs"):
-                    given["chat_template_kwargs"] = {
-                        "reasoning_effort": body["reasoning_effort"],
-                        **given.get("chat_template_kwargs", {})}
+                given["chat_template_kwargs"] = {
+                    "reasoning_effort": body["reasoning_effort"], **further}
             self.prompts = extension("chat").render(llm.inputs, [body.get("messages")], **given)
             return
         prompt: Any = body.get("prompt")

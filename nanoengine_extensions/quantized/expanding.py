@@ -18,8 +18,7 @@ from nanoengine_cpu.vectors import (
     FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
     opened, same, store, vector)
 from nanoengine_extensions.quantized.order import FLOAT8, stored_bits
-from nanoengine_extensions.quantized.packed import (
-    ANY, EXPONENT, FLOAT, HAS_TABLES, NESTED, TABLE)
+from nanoengine_extensions.quantized.packed import ANY, EXPONENT, FLOAT, HAS_TABLES, NESTED, TABLE
 from nanoengine_extensions.quantized.whole_numbers import (
     at_vector, floats_of, in_turn, in_words, load_words, looked_up, pairs_of, small_floats,
     whole_numbers)

@@ -264,7 +264,7 @@ def test_bad_rows(job):
         (of_api({"messages": [[], []]}, CHAT), "line"), (chat([{"type": "image_url"}]), "content"),
         (chat(prompt="x"), "prompt"), (chat(logprobs=5), "logprobs"),
         (chat(top_logprobs=2), "top_logprobs"), (chat(logprobs=True, top_logprobs="x"), "logprobs"),
-        (chat(chat_template_kwargs=5, reasoning_effort="low"), "chat_template_kwargs: "),
+        (chat(chat_template_kwargs=5, reasoning_effort="low"), "chat_template_kwargs=5"),
         (chat(chat_template_kwargs=5), "dict"), (chat(chat_template="{% x %}"), "chat_template"),
         (chat(tool_choice="auto"), "tool_choice"), (chat(continue_final_message=True), "message"),
         (good | {"bad_words": ["\ud800"]}, "line")]
