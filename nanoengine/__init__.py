@@ -26,8 +26,6 @@ A map, from a user's calls inwards (docs/tutorial/README.md follows one request 
 The engine needs no other package in this repository.
 """
 
-from typing import Any
-
 from nanoengine.features import extension
 from nanoengine.llm import LLM
 from nanoengine.requests import CompletionOutput, RequestOutput
@@ -36,7 +34,7 @@ from nanoengine.sampling_params import SamplingParams
 __version__ = "0.2.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     """`from nanoengine import BeamSearchParams` finds this class in the extensions."""
     if name in ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"):
         return getattr(extension("beam_search"), name)

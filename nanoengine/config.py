@@ -15,7 +15,7 @@ BY_DEVICE: Any = None
 
 CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
-     "at least max_num_seqs={max_num_seqs}, at least 1 itself"),
+     "at least max_num_seqs={max_num_seqs}; both at least 1"),
     ("block_size", lambda c: c.block_size >= 1, "at least 1")]
 
 
@@ -65,8 +65,8 @@ class EngineConfig:
     run_ahead: launch a step before the tokens of the previous step are known; the tokens stay the
         same.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
-    batch_invariant: guarantee that logits and tokens have the same bits whatever else runs with a
-        request, and however it was chunked, preempted or cached. On a CPU with packed weights this
+    batch_invariant: guarantee that a request's logits and tokens have the same bits whatever runs
+        with it, and however it was chunked, preempted or cached. On a CPU with packed weights this
         always holds; where it cannot hold, True is an error. All multiples of 32 as block_size give
         the same bits; other sizes may not, because they group the sums differently.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
@@ -128,7 +128,7 @@ class EngineConfig:
     cpu_offload_gb: float = of("offload", 0.0)
     tensor_parallel_size: int = of("tensor_parallel", 1)
     trace: bool = of("metrics", False)
-    features: list[Any] = field(default_factory=list)
+    features: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Fills in the defaults that depend on the device, and checks the options."""

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps.
 
-Python launches the kernels of a step one by one, which takes longer than the kernels of a small
-batch themselves. A decode step always launches the same kernels over the same memory; only the
+Python launches the kernels of a step one by one, which for a small batch takes longer than
+running them. A decode step always launches the same kernels over the same memory; only the
 numbers in its inputs change. So each kind of decode step is recorded once, and then launched with
 one call (a *replay*):
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger("nanoengine")
@@ -40,7 +41,7 @@ ALWAYS = ("metrics", "texts", "guards", "threads")
 
 
 @cache
-def optional(module: str) -> Any:
+def optional(module: str) -> ModuleType | None:
     """Returns an optional module; None if it is absent or cannot be imported. If it is present but
     a package that it needs is not, a warning says so."""
     try:
@@ -48,21 +49,22 @@ def optional(module: str) -> Any:
     except ImportError as error:
         if not module.startswith(str(error.name)):
             logger.warning(f"{module} is not used: {error}")
+        return None
 
 
 def is_installed(name: str) -> bool:
     """Whether a feature and its packages are installed; tries to import it."""
-    return optional(f"nanoengine_extensions.{name}") is not None
+    return bool(optional(f"nanoengine_extensions.{name}"))
 
 
-def extension(name: str, asked: str = "") -> Any:
+def extension(name: str, asked: str = "") -> ModuleType:
     """Returns the module of a feature. Raises ValueError if it is not installed.
 
     asked: the option or the call that needs it, for the message.
     """
-    if not is_installed(name):
-        raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")
-    return optional(f"nanoengine_extensions.{name}")
+    if module := optional(f"nanoengine_extensions.{name}"):
+        return module
+    raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")
 
 
 # ------------------------------------------------------------------------------ their options
@@ -107,14 +109,14 @@ def naming(what: object) -> Iterator[None]:
         raise ValueError(f"{what}: {message}") from error
 
 
-def strict(kind: Any) -> Any:
+def strict(kind: type) -> type:
     """Decorates a dataclass of options: strict.py, if installed, checks their names and types."""
     if is_installed("strict"):
         return extension("strict").checked_options(kind)
     return kind
 
 
-def check(options: Any, conditions: list[Condition]) -> None:
+def check(options: object, conditions: list[Condition]) -> None:
     """Raises ValueError for the first condition that does not hold, and for an option of a feature
     that is not installed. A feature can have further CONDITIONS in its file."""
     for feature, asked in asked_by(options).items():

@@ -1,6 +1,6 @@
 """`LLM`: what a user calls.
 
-`requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs their
+`requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs the
 sequences. `generate` and `stream` are loops over `steps_for`.
 
 Threads take turns. A turn is one step, which serves the requests of all threads, or one look at the
@@ -10,8 +10,8 @@ results.
     thread B                          queue  [step 2] [look]     …
                                                 └─ computes the requests of both
 
-"look" collects the new tokens of the call's own requests. Brackets mark a turn; between a
-step and its look, another thread can take one.
+"look" collects the new tokens of the call's own requests. Brackets mark a turn; other
+threads can take turns between a step and its look.
 """
 
 import threading
@@ -74,16 +74,17 @@ class LLM(AbstractContextManager):
         self.arrived: deque[Request] = deque()
         # requests that the next step ends
         self.dropped: deque[Request] = deque()
-        # the requests in the engine; only `change` moves them
+        # the requests in the engine; changes only within `change`
         self.entered: dict[str, Request] = {}
         # held by the thread whose turn it is
         self.lock: Any = threading.RLock()
         # the error that broke the last step
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
 
     # ------------------------------------------------------------------------ generating
 
-    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Any = True,
+    def generate(self, prompts: Prompts, sampling_params: Params = None,
+                 use_tqdm: bool | Callable = True,
                  priority: int | list[int] | None = None) -> list[RequestOutput]:
         """Completes one prompt or a list of them; returns the outputs in the order of the prompts.
 
@@ -97,9 +98,9 @@ class LLM(AbstractContextManager):
         is closed or if an error in another thread breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        kind: Any = tqdm
+        kind: Callable = tqdm
         if is_installed("metrics"):
-            # it shows the tokens per second over all calls
+            # this bar shows the tokens per second over all calls
             kind = extension("metrics").bar(self.engine, use_tqdm)
         bar = kind(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar, closing(self.steps_for(requests)) as steps:
@@ -119,12 +120,12 @@ class LLM(AbstractContextManager):
         next(steps)
         return (output for outputs in steps for output in outputs)
 
-    def chat(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+    def chat(self, *args: object, **kwargs: object) -> list[RequestOutput]:
         """Answers conversations: chat(messages, sampling_params=None, use_tqdm=True, *,
         priority=None, …). `help("nanoengine_extensions.chat.render")` has the other options."""
         return extension("chat").chat(self, *args, **kwargs)
 
-    def stream_chat(self, *args: Any, **kwargs: Any) -> Iterator[RequestOutput]:
+    def stream_chat(self, *args: object, **kwargs: object) -> Iterator[RequestOutput]:
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
         return extension("chat").stream_chat(self, *args, **kwargs)
 
@@ -133,7 +134,7 @@ class LLM(AbstractContextManager):
         `help("nanoengine_extensions.beam_search.BeamSearchParams")` has the details."""
         return extension("beam_search").beam_search(self, *args, **kwargs)
 
-    def score(self, *args: Any, **kwargs: Any) -> list:
+    def score(self, *args: object, **kwargs: object) -> list:
         """Returns how likely texts are as continuations: score(prompts, continuations,
         use_tqdm=True). `help("nanoengine_extensions.scores.score")` has the details."""
         return extension("scores").score(self, *args, **kwargs)
@@ -216,17 +217,17 @@ class LLM(AbstractContextManager):
         if not self.entered and self.engine.in_flight:
             # all requests have ended, but a step with their sequences is still in flight
             self.engine.step()
-        return list(updated.values())
+        return [*updated.values()]
 
     def _queue(self, requests: list[Request]) -> None:
         """Lets the next step of any thread add these requests to the engine."""
-        # it only checks the caller here, and does not take the lock
+        # only for its checks: this does not take the lock
         self.turn()
         if self.engine.runner is None:
             raise RuntimeError("the LLM is closed: make a new one")
         self.arrived += requests
 
-    def turn(self) -> Any:
+    def turn(self) -> threading.RLock:
         """Returns the lock: `with llm.turn():` holds the engine for this thread alone, between two
         steps.
 
@@ -252,11 +253,11 @@ class LLM(AbstractContextManager):
                     self.dropped += self.entered.values()
                 while self.arrived:
                     first = self.arrived[0]
-                    # in this order: Ctrl-C in between must leave the request in one of the two
+                    # in this order: Ctrl-C in between must leave it in `arrived` or `entered`
                     self.entered[first.request_id] = first
                     self.engine.add(self.arrived.popleft().seq)
                 # other threads can drop more meanwhile; requests of another engine are ignored
-                dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+                dropped = [self.dropped.popleft() for _ in [*self.dropped]]
                 dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
                 if dropped:
                     self.engine.abort({each.request_id for each in dropped})

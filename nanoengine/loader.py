@@ -49,7 +49,7 @@ def load_config(folder: Path, load_format: str = "dummy",
         "auto": "native" if model.py has the architecture, else "transformers".
     """
     if is_installed("explain"):
-        extension("explain").check_folder(folder, ARCHITECTURES, load_format, model_impl)
+        extension("explain").check_folder(folder, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # the architecture alone does not decide it: EXAONE's config.json may name Llama's

@@ -8,7 +8,7 @@ says which models can be loaded.
 
 This is plain PyTorch, and complete. If a kernel library for the device is installed (kernels.py),
 it replaces some of these forwards with faster ones; a comment at each of them says so. It
-recognises a forward by its code, so it keeps one that you change or override. To step through this
+recognises a forward by its code, so one that you change or override stays. To step through this
 file, attention.py and sampler.py with a debugger, use LLM(model, kernels=False).
 """
 
@@ -106,7 +106,7 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention to the keys and values in the KV cache.
+    """Grouped-query attention over the KV cache.
 
     cache: K and V of this layer; backend: a function of attention.py. `Decoder.bind` sets both.
     """
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.num_heads, dim=1)
         query = rotate(self.q_norm(query), *angles)
         key = rotate(self.k_norm(key), *angles)
-        # the blocks one after the other, so that the number of a slot is its index
+        # flattened block after block, so that a slot's number is its index
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
         attended = self.backend(query, self.cache, self.window, step)
         return self.o_proj(attended.flatten(1)[rows])

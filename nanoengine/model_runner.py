@@ -89,7 +89,7 @@ class ModelRunner:
             self.host_blocks = extension("swapping").host_pool(self.blocks, config)
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
-        """Returns the model; `options` go to the loader: tensor parallelism has some."""
+        """Returns the model; `options` go to the loader; tensor parallelism passes some."""
         if self.config.quantization or getattr(self.model_config, "quantization_config", None):
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
@@ -186,7 +186,7 @@ class ModelRunner:
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
         """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
-        more with speculation. Memory was measured for this many rows; many forks can need more.
+        more with speculation. Memory was measured for this many rows; new forks can add more.
         """
         size = len(self.last_sampled)
         tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)
@@ -219,9 +219,9 @@ def choose_device(device: str) -> str:
     return device
 
 
-def choose_dtype(dtype: str, device: str, has_kernels: bool = True) -> torch.dtype:
+def choose_dtype(dtype: str, device: str, enabled: bool = True) -> torch.dtype:
     """Returns the dtype with this name; "auto": bfloat16, or float32 on a CPU without bfloat16."""
     if dtype == "auto":
-        is_fast = device == "cuda" or kernels(device, has_kernels).has_bfloat16()
+        is_fast = device == "cuda" or kernels(device, enabled).has_bfloat16()
         dtype = "bfloat16" if is_fast else "float32"
     return getattr(torch, dtype)

@@ -77,7 +77,7 @@ class Features(dict[str, Feature]):
     """
 
     def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:
-        super().__init__({name: Feature() for name in OBSERVERS.values()})
+        super().__init__(dict.fromkeys(OBSERVERS.values(), Feature()))
         self.update({type(feature).__name__: feature for feature in own})
         self.loaded: dict[str, Feature] = {}
         self.load(files)

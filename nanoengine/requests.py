@@ -4,8 +4,8 @@
 it is queued. These checks need the model's vocabulary, its tokenizer or the size of the cache; no
 step runs here.
 
-`Request.output` makes a `RequestOutput`. A completion gets its text once it has ended;
-nanoengine_extensions/texts.py makes the text as the tokens arrive.
+`Request.output` makes a `RequestOutput`. A completion gets its text once it has
+ended or, with nanoengine_extensions/texts.py, as its tokens arrive.
 """
 
 from copy import deepcopy
@@ -156,9 +156,7 @@ Parsed = tuple[str | None, list[int]]
 
 def one_for_each(given: object, count: int) -> list:
     """Returns a list of `count` values: the given list, or one value for all."""
-    if isinstance(given, (list, tuple)):
-        return [*given]
-    return [given] * count
+    return [*given] if isinstance(given, (list, tuple)) else [given] * count
 
 
 class InputProcessor:
@@ -188,7 +186,7 @@ class InputProcessor:
         if is_installed("generation_config"):
             self.default_params = extension("generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
-            logger.warning("generation_config.json is ignored: generation_config.py is missing")
+            logger.warning("generation_config.json is ignored without generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -216,7 +214,7 @@ class InputProcessor:
         priorities = one_for_each(priority or 0, count)
         parsed = [self.parse(f"prompts[{place}]", *each)
                   for place, each in enumerate(zip(prompts, all_params))]
-        # only now: a refused call uses no request ids, unless a feature refuses it
+        # a call that is refused up to here uses no request ids
         checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
         # all requests of the call share it
         inbox: dict[str, Request] = {}

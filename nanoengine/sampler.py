@@ -19,8 +19,8 @@ from nanoengine.observers import Feature
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws, send
 
-# The most logits in one matrix. On a CPU it fits the cores' caches; on a GPU it is small compared
-# with the KV cache.
+# The most logits in one matrix. On a CPU it fits in the cores' caches; on a GPU it is small
+# compared with the KV cache.
 MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**26}
 
 
@@ -80,7 +80,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     """Shifts each row to a maximum of 0, then divides it by its temperature, in place.
 
-    Greedy rows are divided by 1e-30, which float32 has: only the maximum has a weight above 0.
+    Greedy rows are divided by 1e-30, a normal float32, so only the maximum has a weight above 0.
     """
     scores.sub_(scores.amax(dim=-1, keepdim=True))
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
@@ -126,7 +126,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF sampling: returns the first place of each row whose cumulative weight exceeds
     u * total, or -1 if the total is NaN or 0.
 
-    weights: (rows, tokens) float32, the largest one 1; uniform: (rows,) float64.
+    weights: (rows, tokens) float32, with a maximum of 1 in each row; uniform: (rows,) float64.
 
     All sums are float64, which is precise enough for 152k tokens. u is at most 1 - 2**-52, so u *
     total rounds to less than total, and there is always a place that exceeds it. Rows do not depend

@@ -55,8 +55,8 @@ class SamplingParams:
         tokens have None, and can come from the prefix cache.
     presence_penalty: subtracted from the logits of tokens that were generated before.
     frequency_penalty: the same, once for each time that the token was generated.
-    repetition_penalty: divides positive and multiplies negative logits of all tokens in prompt or
-        output (Keskar et al., 2019, arXiv:1909.05858).
+    repetition_penalty: divides positive and multiplies negative logits of all tokens so far, prompt
+        included (Keskar et al., 2019, arXiv:1909.05858).
     bad_words: strings that never appear in the generated text; the prompt does not count.
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
@@ -66,7 +66,7 @@ class SamplingParams:
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
 
-    strict.py clamps temperature, repetition_penalty and biases to a size of 1e-18 … 1e18, except 0.
+    strict.py clamps nonzero temperature, repetition_penalty and biases to magnitudes 1e-18 … 1e18.
     Fields that are declared with `of` belong to an optional feature: see features.py. Raises
     ValueError for a value out of range, with its name and what is accepted.
     """

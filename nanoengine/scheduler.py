@@ -150,7 +150,7 @@ class Scheduler:
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
             if not seq.finish_reason:
                 stop = start + num_tokens
-                # the step has filled its last block
+                # the sequence's last block is now full
                 if stop % self.block_manager.block_size == 0:
                     self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop

@@ -32,7 +32,7 @@ def hash64(seed: int, number: int) -> int:
     return xxhash.xxh64_intdigest(pack("<QQ", seed % 2**64, number))
 
 
-def fresh(make: Any) -> Any:
+def fresh(make: Any = lambda: None) -> Any:
     """A field that only the engine sets. In a new object or a fork, its value is `make()`."""
     return field(default_factory=make, init=False)
 
@@ -81,10 +81,10 @@ class Sequence:
     # the other completions of the prompt (n > 1), which begin with its first generated token
     forks: list["Sequence"] = fresh(list)
     kept: dict[str, Any] = fresh(dict)
-    finish_reason: str | None = fresh(lambda: None)
-    stop_reason: int | str | None = fresh(lambda: None)
+    finish_reason: str | None = fresh()
+    stop_reason: int | str | None = fresh()
     # the error that its call must raise
-    error: Exception | None = fresh(lambda: None)
+    error: Exception | None = fresh()
 
     num_tokens = property(lambda self: len(self.token_ids))
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
@@ -153,7 +153,7 @@ class Batch:
     preempted: the sequences that were preempted since the previous step, each with "swap" or
         "recompute" (set by `Scheduler.schedule`).
     is_known: whether its tokens are known without a step, from guesses that an earlier step
-        computed (set by speculation).
+        checked (set by speculation).
     is_advanced: whether its tokens count as computed (set by `Scheduler.advance`).
     """
 

@@ -48,7 +48,7 @@ class StepInputs:
 
     buffer: int32; all tensors below are views of it.
     num_decodes: how many sequences at the start of the batch compute one token each.
-    longest_query, longest_keys: the most tokens, and keys, that a sequence has (max_seqlen).
+    longest_query, longest_keys: the most tokens, and keys, of any one sequence (max_seqlen).
     draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
     token_ids: (T,); -1 - i means the token that was sampled in row i of the previous step.
@@ -62,7 +62,7 @@ class StepInputs:
 
     The other tensors are int32.
 
-    An example, with blocks of 4 tokens: a decode of sequence 0 (its ninth token) and a chunk of
+    An example, with blocks of 4 tokens: a decode of sequence 0 (its token 8) and a chunk of
     sequence 1 (its tokens 4 to 6, which are not its last ones).
 
         token_ids          17 | 51 52 53        query_starts   0  1  4

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
 from nanoengine.features import logger, naming, rejected
-from nanoengine.loader import weight_files
+from nanoengine.loader import ARCHITECTURES, weight_files
 from nanoengine.model import FAMILIES
 
 # what a model must be instead
@@ -168,12 +168,11 @@ def check_file(name: str, path: Path) -> None:
         raise ValueError(f"{name}={str(path)!r} is a file: it must be the folder {path.parent}")
 
 
-def check_folder(folder: Path, families: Iterable[str], load_format: str,
-                 model_impl: str) -> None:
+def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
     """Raises ValueError for a folder without a model that can be run.
 
-    families: those of the engine itself. load_format: "dummy": the folder need not have weights.
-    model_impl: "native": only a model of these families can be run.
+    load_format: "dummy": the folder need not have weights. model_impl: "native": only a model that
+        the engine itself can compute.
     """
     with naming(folder):
         names = sorted(path.name for path in folder.iterdir())
@@ -191,11 +190,11 @@ def check_folder(folder: Path, families: Iterable[str], load_format: str,
                 raise rejected(f"the model's {name}", config[name], "from 1 to 10000")
     architectures = config.get("architectures")
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
-    known = config | {"architecture": first, "names": names, "families": listed(families),
+    known = config | {"architecture": first, "names": names, "families": listed(ARCHITECTURES),
                       "model_impl": model_impl, "uncomputed": uncomputed(config),
                       "architectures": architectures, "quantization": quantization(config),
                       "usual": USUAL.get(str(config.get("model_type")), "LlamaForCausalLM")}
-    kinds = OWN if first in families else OTHERS
+    kinds = OWN if first in ARCHITECTURES else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:
         about = "" if kinds is OWN else " (architectures={architectures})"
         text = f"{what}{about}: it must be {instead}".format(**known)
