@@ -56,6 +56,12 @@ class Grouped(NamedTuple):
         """Returns the number that makes all numbers positive when it is added."""
         return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
 
+    def width(self) -> int:
+        """Returns the most bits of a number minus its zero, without a sign."""
+        if self.zeros is not None:
+            return 9
+        return max(abs(int(each)) for each in self.numbers.aminmax()).bit_length()
+
     def zero(self) -> Tensor | int:
         """Returns the zeros of the positive numbers, or one number if all zeros are equal."""
         if self.zeros is None:
@@ -82,12 +88,17 @@ class Grouped(NamedTuple):
         return weight
 
     def without_table(self) -> "Grouped":
-        """Returns the same weight with whole numbers, if the values are such numbers."""
+        """Returns the same weight with whole numbers, if the values, or 8 times them, are whole."""
         values: Any = self.values
-        whole = values.to(torch.int8)
-        if not torch.equal(whole.float(), values):
-            return self
-        return self._replace(numbers=whole[self.numbers.int()], bits=8, values=None)
+        for factor in (1, 8):
+            whole = (values * factor).to(torch.int8)
+            if torch.equal(whole.float(), values * factor):
+                found = self._replace(numbers=whole[self.numbers.int()], bits=8, values=None)
+                if factor == 1:
+                    return found
+                scales = self.floats(self.scales, 0, slice(None)) / factor
+                return found._replace(scales=scales, above=())
+        return self
 
     def floats(self, numbers: Tensor, which: int, rows: slice) -> Tensor:
         """Returns some rows of scales (0) or lows (1) in float32."""

@@ -2,19 +2,21 @@
 
 Layouts are those of llama.cpp's `ggml-common.h`: blocks of 32 inputs, or of 256 in the K-quants,
 whose scales are whole numbers, too, times one in float16. Numbers of IQ4_NL, IQ4_XS and MXFP4 stand
-for those of a table.
+for those of a table. Types of 1 to 3 bits that begin with IQ: see gguf_grids.py.
 """
 
 import torch
 from torch import Tensor
 
+from nanoengine_extensions.quantized import gguf_grids
 from nanoengine_extensions.quantized.formulas import Grouped, mxfp4
 
 # the bytes of a block
 SIZES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q2_K": 84, "Q3_K": 110,
-         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17}
+         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17,
+         **gguf_grids.SIZES}
 # those with blocks of 256 inputs
-ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *gguf_grids.SIZES)
 # what the numbers of IQ4_NL and IQ4_XS stand for
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
                    dtype=torch.float32, device="cpu")
@@ -64,6 +66,9 @@ def of_32(x: Tensor, kind: str) -> Grouped:
 
 
 def of_256(x: Tensor, kind: str) -> Grouped:
+    if kind in gguf_grids.SIZES:
+        numbers, scales, above = gguf_grids.of_grid(x, kind)
+        return nested(numbers, scales, 4, above)._replace(values=gguf_grids.table_of(kind))
     if kind in ("Q4_K", "Q5_K"):
         numbers = parts(x[..., -128:].unflatten(-1, (4, 32)), 4)
         if kind == "Q5_K":

@@ -107,7 +107,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     if storage == FLOAT:
         scales = scales.float()
         # with more bits, products in float32 would not be exact
-        if weight.values is None and (scales.view(torch.int32) & 0x1FF).any():
+        if weight.values is None and (scales.view(torch.int32) & 2**weight.width() - 1).any():
             return None
     # a scale can be missing
     if not group or -(-inputs // size) != scales.shape[1]:

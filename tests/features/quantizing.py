@@ -21,7 +21,8 @@ from torch import Tensor
 from nanoengine import LLM, SamplingParams
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
-from nanoengine_extensions.quantized import formulas, gguf_files, gguf_numbers, packed
+from nanoengine_extensions.quantized import (
+    formulas, gguf_files, gguf_grids, gguf_numbers, packed)
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -46,7 +47,8 @@ HEADS = {"q_proj": 4, "k_proj": 2}
 # where a block of a type has its scales in float16, and how large they are in a test
 SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
           "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4), "IQ4_NL": ((0,), 1e-4),
-          "IQ4_XS": ((0,), 1e-5)}
+          "IQ4_XS": ((0,), 1e-5), **dict.fromkeys(gguf_grids.SIZES, ((0,), 1e-4)),
+          "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0)}
 
 
 def gguf_name(name: str) -> str:
@@ -73,6 +75,9 @@ def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (len(weight), weight.shape[1] // block, size), dtype=np.uint8)
     places, scale = SCALES[kind]
+    if kind == "IQ1_M":
+        # four words have four bits each of the scale: it is below 2**-11, and positive
+        raw[:, :, 55] &= 15
     for place in places:
         drawn = rng.standard_normal(raw.shape[:2] + (1,)) * scale
         raw[:, :, place:place + 2] = drawn.astype(np.float16).view(np.uint8)
@@ -309,6 +314,7 @@ PACKED: dict[str, tuple] = {
     "a row": (4, 512, "wide", False, False, True),
     "IQ4_NL": (4, 32, "half", False, False, False, gguf_numbers.IQ4),
     "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4),
+    "IQ2_S": (4, 16, "nested", False, False, False, gguf_grids.table_of("IQ2_S")),
     "FP8": (8, 128, "wide", False, False, False, formulas.E4M3)}
 # sums are not scaled for FP8
 WITH_SUMS = [name for name in PACKED if name != "FP8"]

@@ -250,7 +250,7 @@ def test_a_gguf_of_another_architecture(tmp_path):
         LLM(path)
 
 
-@pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ3_S", "NVFP4", "TQ1_0"])
+@pytest.mark.parametrize("kind", ["NVFP4", "TQ1_0"])
 def test_a_type_that_is_refused(tmp_path, make_gguf, kind):
     path, _ = make_gguf(["Q8_0"])
     header = gguf_header.Header([path])
@@ -863,6 +863,8 @@ def test_a_packed_weight_of_gguf(kind):
     for place in SCALES.get(kind, ((0, 2) if kind[-1] == "1" else (0,), 0))[0]:
         scales = rng.standard_normal(raw.shape[:2] + (1,)) * 1e-3
         raw[:, :, place:place + 2] = scales.astype(np.float16).view(np.uint8)
+    if kind == "IQ1_M":
+        raw[:, :, 55] &= 15
     rows = raw.reshape(70, -1)
     with np.errstate(over="ignore"):
         wanted = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).copy())
