@@ -50,7 +50,7 @@ def comparison_parser(description: str | None, workload: str, repeat: int) -> Pa
     parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="none")
     parser.add_argument("--repeat", type=int, default=repeat, help="runs of each variant")
     parser.add_argument("--plot", type=picture, help="a chart of the variants")
-    parser.add_argument("--timeline", type=picture, help="of each, the steps: NAME-swap.png")
+    parser.add_argument("--timeline", type=picture, help="the steps of each: NAME-swap.png")
     parser.add_argument("--trace", type=Path, help="the same for ui.perfetto.dev: NAME-swap.json")
     return parser
 
@@ -76,7 +76,7 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
 
 
 def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf")) -> None:
-    """Runs steps. A request that has reached its true length ends, without notice."""
+    """Runs steps. A request ends at its true length, which the engine cannot foresee."""
     while engine.has_unfinished() and metrics_of(engine).clock() < stop:
         for seq in engine.step():
             num_outputs = seq.num_tokens - seq.num_prompt_tokens

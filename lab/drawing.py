@@ -65,7 +65,7 @@ def draw_timeline(trace: list[Step], path: str | Path, block_size: int) -> None:
                 for start, end, state in lane if state == name]
         columns = np.reshape(bars, (-1, 3)).T
         top.hlines(*columns, colour, linewidth=50 * height / len(rows), label=name)
-    top.set(ylabel="requests, as they were admitted", ylim=(len(rows) - 0.3, -0.7))
+    top.set(ylabel="requests, in order of admission", ylim=(len(rows) - 0.3, -0.7))
 
     records = [trace[0], *trace]  # the state that each step left, from the end of the one before
     times = [0.0, *(record.ended - begin for record in trace)]

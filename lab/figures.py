@@ -43,7 +43,7 @@ def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -
 def figures_of_steps(trace: list[Step], block_size: int, num_right: int = 0) -> Figures:
     """Returns the speed of steps, and how full the KV cache was. A sample of steps is enough.
 
-    num_right: the tokens that decodes have brought as right guesses.
+    num_right: the tokens that decodes gained from right guesses.
     """
     figures: Figures = {}
     for phase in ("prefill", "decode"):

@@ -79,12 +79,12 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--workload", default=workload, choices=WORKLOADS)
             self.add_argument("--prompts", type=Path, help="a file: a text or JSON in each line")
             self.add_argument("--lengths", default="uniform", choices=("uniform", "normal"))
-            self.add_argument("--n-k", type=float, default=1, help="N of the heavy workloads")
+            self.add_argument("--n-k", type=float, default=1, help="factor of heavy workloads")
             self.add_fields("sizes, instead of those of the workload", SIZES)
-            self.add_argument("--true-lengths", type=float, default=1.0, help="share of outputs")
+            self.add_argument("--true-lengths", type=float, default=1.0, help="share of max_tokens")
 
     def add_fields(self, title: str, names: Iterable[str]) -> None:
-        """Adds a flag for each name: with a value, or yes and no if EngineConfig has a bool."""
+        """Adds a flag for each name: with a value, or --x and --no-x if it is a bool."""
         group = self.add_argument_group(title)
         kinds = get_type_hints(EngineConfig)
         for name in names:

@@ -476,7 +476,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
                           kv[1, block, kv_head], offset, head_dim, width, per_word)
             return
 
-        # head by head: its keys and values stay near while its tiles read them
+        # head by head: its keys and values stay in the cache while its tiles read them
         for task in take_tasks(tasks, size, arguments_at):
             tile = find_tile(task, starts, tiles, positions, sequence_of_token)
             after = find_tile(min(task + 1, tasks - 1), starts, tiles, positions, sequence_of_token)

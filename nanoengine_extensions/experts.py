@@ -109,7 +109,7 @@ class Experts(nn.Module):
         """Returns one call for the calls of the first (0) or the second linears of some experts.
 
         x, out: the inputs and outputs of all rows
-        spans: of each expert, its first row, and how many it has
+        spans: each expert's first row, and how many rows it has
         """
         calls, places = both[which], self.places[which]
         starts, counts = spans

@@ -85,11 +85,11 @@ def read(find: Find, file: Path) -> Any:
     if kind == "llama":
         set_spaces(found.backend_tokenizer, find("tokenizer.ggml.add_space_prefix", True),
                    find("general.architecture") == "phi3")
-    # transformers' releases read it differently
+    # releases of transformers differ in how they read it
     found.chat_template = templates(find)
     bos = found.bos_token
     is_usual = kind == "llama" or find("tokenizer.ggml.pre") in BEGUN
-    # files of Gemma 4 deny it, wrongly, as llama.cpp knows
+    # files of Gemma 4 wrongly deny it; llama.cpp corrects this, too
     if bos and (kind == "gemma4" or find("tokenizer.ggml.add_bos_token", is_usual)):
         found.backend_tokenizer.post_processor = TemplateProcessing(
             f"{bos} $A", f"{bos} $A {bos} $B", [(bos, found.bos_token_id)])

@@ -39,7 +39,7 @@ class Guards(Feature):
         """Raises ValueError if one of the sequences could never run."""
         manager = self.scheduler.block_manager
         policy = self.scheduler.config.kv_allocation
-        with naming(rejected("kv_allocation", policy, "one that returns an int: tokens")):
+        with naming(rejected("kv_allocation", policy, "one that returns an int, the tokens")):
             held = [index(manager.hold(each)) for each in seqs]
         policy = self.scheduler.config.scheduling_policy
         with naming(rejected("scheduling_policy", policy, "one whose ranks can be compared")):

@@ -139,7 +139,7 @@ class Logprobs(Feature):
             if start > seq.num_prompt_tokens:
                 raise rejected("prompt_logprobs_start", start,
                                f"at most {seq.num_prompt_tokens}, the length of the prompt")
-            # the logits of the others are needed
+            # later tokens are computed, since their logits are needed
             seq.max_cached_tokens = start - 1
             params = SamplingParams(temperature=0, logprobs=count)
             scorer = Sequence(seq.request_id, [0], seq.num_prompt_tokens, 1, params)

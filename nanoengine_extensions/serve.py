@@ -262,14 +262,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
     parser.add_argument("--port", type=int, default=8000, help="TCP port")
     parser.add_argument("--api-key", help="the bearer token that clients must send")
-    parser.add_argument("--max-waiting", type=int, default=256, help="beyond max_num_seqs")
-    parser.add_argument("--max-body", type=int, default=2**20, help="bytes of a call")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for a call")
+    parser.add_argument("--max-waiting", type=int, default=256, help="completions that may wait")
+    parser.add_argument("--max-body", type=int, default=2**20, help="bytes of a request")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for a request")
     parser.add_argument("--graceful-timeout", type=float, default=25, help="seconds after SIGTERM")
     parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--enable-auto-tool-choice", action="store_const", const="hermes",
                         dest="tool_call_parser", help="the same as --tool-call-parser hermes")
-    parser.add_argument("--options", default="{}", help="""LLM's keywords as JSON: '{"seed": 1}'""")
+    parser.add_argument("--options", default="{}", help="""options of LLM as JSON: '{"seed": 1}'""")
     flags = parser.parse_args(arguments)
     try:
         # before the model is loaded

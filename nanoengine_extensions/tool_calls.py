@@ -50,8 +50,8 @@ def check(body: dict[str, Any]) -> None:
     if named(choice) not in schemas:
         known = f": {', '.join(schemas)}" if schemas else ""
         raise ValueError(
-            f"tool_choice={choice!r} is not supported: it must be 'none', or with tools 'auto', "
-            "or 'required' if each has its own name, or {'type': 'function', 'function': "
+            f"tool_choice={choice!r} is not supported: it must be 'none'; or, with tools, 'auto', "
+            "'required' (if each has its own name), or {'type': 'function', 'function': "
             f"{{'name': …}}}} with one of their names{known}")
 
 

@@ -6,7 +6,7 @@ from nanoengine.sampling_params import SamplingParams
 
 def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
     """Returns the last tokens of a prompt: as many as are asked for; for -1, as many as leave room
-    for `max_tokens`. Raises ValueError if none do."""
+    for `max_tokens`. Raises ValueError if there is no such room."""
     kept = params.truncate_prompt_tokens
     assert kept is not None
     if kept < 0:

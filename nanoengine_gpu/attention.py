@@ -210,7 +210,7 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any,
 
 
 def num_splits(programs: int, longest_keys: int, device: torch.device) -> int:
-    """Returns into how many parts, a power of 2, each tile's keys are split.
+    """Returns how many parts, a power of 2, each tile's keys are split into.
 
     Two programs for each core of the GPU are enough, and 128 keys are the least for one.
     """

@@ -62,7 +62,7 @@ def select(scores: Tensor, least: Tensor, needed: Callable[[Tensor], Tensor],
     """Finds, in each row, the key of the last token that is needed; and what is missing when all
     smaller keys are kept: (rows,) int64 each.
 
-    needed: how much of the sum of all, (rows,) int64, is needed
+    needed: from the sum of all, (rows,) int64, to how much of it is needed
 
     This is a radix select (Alabi et al., 2012, "Fast k-selection algorithms for graphics processing
     units"). Three rounds find the bits of the key: first 11, then 10 and 10. A round takes the last
@@ -90,7 +90,7 @@ def select(scores: Tensor, least: Tensor, needed: Callable[[Tensor], Tensor],
 
 @triton.jit
 def keep_kernel(scores, all_least, last_keys, all_missing, size, BLOCK: tl.constexpr):
-    """A program overwrites a row of scores with weights: those of all smaller keys than the last
+    """A program overwrites a row of scores with weights: those of all keys smaller than the last
     one, and those of the first tokens with the last key, until nothing is missing."""
     row = tl.program_id(0).to(tl.int64)
     least = tl.load(all_least + row)
@@ -178,7 +178,7 @@ def search(weights, target):
 
 
 def draw(numbers: Tensor, uniform: Tensor, temperature: Tensor | None = None) -> Tensor:
-    """Inverse-CDF sampling: returns for each row the first token whose cumulated weight exceeds
+    """Inverse-CDF sampling: returns for each row the first token whose cumulative weight exceeds
     u * total, or -1 if the total is NaN or 0: (rows,) int64.
 
     numbers: (rows, tokens) float32 weights; with `temperature`, logits of any precision, whose

@@ -9,7 +9,7 @@ from nanoengine_extensions.gguf_families.family import (
     EXPERTS, PART, WINDOW, Family, rotated_in_part, windows)
 
 # how many groups of experts DeepSeek V2 and V3 have, and how many of them a token can use, by the
-# number of experts: files of before October 2025 do not say it
+# number of experts: files from before October 2025 do not say it
 GROUPS = {160: (8, 3), 256: (8, 4)}
 SOFTMAX, SIGMOID = 1, 2
 
@@ -63,7 +63,7 @@ def exaone_moe(header: Any) -> dict[str, Any]:
 
 
 def minimax(header: Any) -> dict[str, Any]:
-    """As Mixtral, but weights are sigmoids."""
+    """Like Mixtral, but weights are sigmoids."""
     return with_experts(header, expert_gating_func=[SIGMOID]) | rotated_in_part(header)
 
 
@@ -76,7 +76,7 @@ def deepseek2(header: Any) -> dict[str, Any]:
     """
     count = header.find("deepseek2.expert_count", 0)
     if not count:
-        raise rejected("the file's expert_count", count, "the number of a model with experts")
+        raise rejected("the file's expert_count", count, "at least 1: others are not read")
     name = "attention.temperature_scale"
     header.accept(name, header.find(f"deepseek2.{name}", 0.0), [0.0])
     is_flash = len(header.find("tokenizer.ggml.tokens", [])) == 154880

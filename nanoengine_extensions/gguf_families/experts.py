@@ -10,7 +10,7 @@ from nanoengine_extensions.gguf_families.family import (
 def with_experts(header: Any, **others: list) -> dict[str, Any]:
     """Returns the entries of models with experts.
 
-    others: what is accepted of some entries
+    others: the accepted values of some entries
     """
     accepted: dict[str, list] = {
         "expert_weights_scale": [1.0, 0.0], "expert_gating_func": [1, 0],

@@ -1,4 +1,4 @@
-"""What a family of models differs in from a Llama, and what several families share."""
+"""How a family of models differs from a Llama, and what several families share."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ class Family(NamedTuple):
         what config.json calls them; "": `own` reads them.
     own: turns a `Header` (quantized/gguf_header.py) into further entries of config.json.
     norms: what the converter has added to the weights of norms.
-    is_permuted: whether it has reordered the rows of q and k, as those of a Llama.
-    bias: what config.json calls whether q, k and v have biases.
+    is_permuted: whether the converter has reordered the rows of q and k, as for a Llama.
+    bias: the entry of config.json that says whether q, k and v have biases.
     lists: the entries that can have a number for each layer: of these, `own` reads all.
     changes: returns entries for `Header.table`: numbers of the header that are tensors in
         transformers; None: tensors that are left out.
@@ -54,7 +54,7 @@ def windows(header: Any, period: int) -> dict[str, Any]:
 
 
 def by_layer(header: Any, name: str) -> list[Any]:
-    """Returns the number of each layer."""
+    """Returns an entry's value for each layer."""
     found = header.find(f"{header.architecture}.{name}")
     if isinstance(found, list):
         return found

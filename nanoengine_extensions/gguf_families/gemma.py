@@ -111,7 +111,7 @@ def without_keys(header: Any) -> dict[str, list | None]:
 
 
 def rotated(header: Any) -> float:
-    """Returns which part of a head is rotated. The file divides frequencies by 1 or by 1e30."""
+    """Returns what fraction of a head is rotated. The file divides frequencies by 1 or by 1e30."""
     factors = header.tensor("rope_freqs.weight").data
     count = int((factors == 1).sum())
     known = [1.0] * count + [float(np.float32(1e30))] * (len(factors) - count)

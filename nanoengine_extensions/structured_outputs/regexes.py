@@ -45,7 +45,7 @@ def as_letter(escape: re.Match) -> str:
 
 
 def for_rust(special: re.Match) -> str:
-    """Returns a part of a regex that Rust may read differently from Python."""
+    """Translates a part of a regex that Rust may read differently from Python."""
     part = special[0]
     if part == "{":
         return r"\{"

@@ -182,7 +182,7 @@ class Model(nn.Module):
     waits: the lines of code in which a decode step waits for the GPU
     paged_attention: see `Kernels`
 
-    `check_model` sets the first three.
+    `check_model` sets `calls`, `stack` and `waits`.
     """
 
     # whether CUDA graphs can capture a decode step
