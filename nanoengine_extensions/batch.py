@@ -132,8 +132,8 @@ def unfinished(file: BinaryIO, hashes: array, model: str) -> Iterator[tuple[int,
         line = file.readline()
         if line_hash:
             if hash_of(number, line, model) != line_hash:
-                sys.exit(f"{file.name}, line {number} changed during the job. Run the same "
-                         "command to continue.")
+                sys.exit(f"{file.name}, line {number} changed during the job. The same command "
+                         "continues.")
             yield number, line_hash, line
 
 
@@ -229,8 +229,7 @@ def run(flags: argparse.Namespace) -> None:
         print(f"{job.num_errors} of {total} lines failed: their records in {flags.output_file} say "
               "why", file=sys.stderr)
     if has_grown:
-        sys.exit(f"{flags.input_file} grew during the job. Run the same command to compute the "
-                 "rest.")
+        sys.exit(f"{flags.input_file} grew during the job. The same command computes the rest.")
     if job.num_errors and flags.strict:
         sys.exit(1)
 

@@ -219,12 +219,12 @@ def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
         has_text = token_ids is None and isinstance(prompt.get("prompt"), str)
         is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
         if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
-            chats = "; for messages, use chat" if "role" in prompt else ""
+            chats = "; messages are for chat" if "role" in prompt else ""
             raise rejected(f"prompts[{place}]", prompts[place], FORMS + chats)
         for token_id in token_ids or ():
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise ValueError(f"prompts[{place}]: token id {token_id!r:.200} is out of "
-                                 "vocabulary: it must be an integer")
+                                 "vocabulary: no integer")
     for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
         is_list = isinstance(value, (list, tuple))
         are_right = [isinstance(each, Integral if of is int else of) and not isinstance(each, bool)
