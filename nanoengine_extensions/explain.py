@@ -45,7 +45,7 @@ NO_WEIGHTS: tuple[Row, ...] = (
      CONVERTED),
     ("consolidated*", "has its weights in its maker's own format", FOR_TRANSFORMERS),
     ("*.safetensors", "has its weights in {name}, which is not read",
-     "a folder with model.safetensors, or with an index of other names"),
+     "a folder with model.safetensors, or with a model.safetensors.index.json"),
     ("*.onnx", "has its weights in ONNX format", ORIGINAL),
     ("*.h5", "has its weights in TensorFlow's format", ORIGINAL),
     ("*.msgpack", "has its weights in Flax's format", ORIGINAL),
@@ -125,13 +125,13 @@ ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
     "quant_config.json, hf_quant_config.json or compression_config)", 'completed: config.json must '
-    'have the same as "quantization_config", with its "quant_method", such as "gptq"')
+    'have these entries under "quantization_config", with a "quant_method" such as "gptq"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
      'completed there, for example with "architectures": ["{usual}"]'),
     (lambda c: c.get("is_encoder_decoder"), "has an encoder",
-     "a model that has a decoder only"),
+     "a model that has only a decoder"),
     (lambda c: "modules.json" in c["names"],
      "is a sentence-transformers model, which makes embeddings", WRITER),
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
