@@ -69,7 +69,7 @@ class Engine:
             feature.begin(self)
 
     def has_unfinished(self) -> bool:
-        return self.in_flight is not None or self.scheduler.has_unfinished()
+        return bool(self.in_flight) or self.scheduler.has_unfinished()
 
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that have a new token, or end with an error.

@@ -129,7 +129,7 @@ class LLM(AbstractContextManager):
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
         return extension("chat").stream_chat(self, *args, **kwargs)
 
-    def beam_search(self, *args: Any, **kwargs: Any) -> list:
+    def beam_search(self, *args: object, **kwargs: object) -> list:
         """Returns the best completions of each prompt: beam_search(prompts, params, priority=None).
         `help("nanoengine_extensions.beam_search.BeamSearchParams")` has the details."""
         return extension("beam_search").beam_search(self, *args, **kwargs)
