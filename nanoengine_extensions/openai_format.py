@@ -73,11 +73,13 @@ class Body:
         """Reads a body. Raises ValueError, whose message begins with the name of a parameter."""
         # null means the default
         body = {name: value for name, value in body.items() if value is not None}
+        # a chat template writes them itself
+        neutral = NEUTRAL | {"add_special_tokens": self.url == COMPLETION}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
-            if name not in NEUTRAL or body[name] != NEUTRAL[name]:
+            if name not in neutral or body[name] != neutral[name]:
                 # vLLM's older names, such as guided_json
                 known = "structured_outputs" if name.startswith("guided_") else name
-                near = [] if name in NEUTRAL else get_close_matches(known, KNOWN[self.url], 1, 0.8)
+                near = [] if name in neutral else get_close_matches(known, KNOWN[self.url], 1, 0.8)
                 advice = f"the nearest is {near[0]}" if near else "omit it"
                 raise ValueError(f"{name}={body[name]!r} is not supported by {self.url}: {advice}")
         options = body.get("stream_options", {})

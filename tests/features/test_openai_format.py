@@ -46,6 +46,10 @@ def test_what_has_no_effect_is_accepted(llm):
                           "return_token_ids": False, "return_tokens_as_token_ids": False}, url)
         with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
             read(llm, body | {"return_token_ids": True}, url)
+        # chat templates write special tokens themselves
+        read(llm, body | {"add_special_tokens": url == COMPLETION}, url)
+        with pytest.raises(ValueError, match="add_special_tokens=.* is not supported .*: omit it"):
+            read(llm, body | {"add_special_tokens": url == CHAT}, url)
         # nothing is near enough
         with pytest.raises(ValueError, match="verbosity='low' is not supported .*: omit"):
             read(llm, body | {"verbosity": "low"}, url)
