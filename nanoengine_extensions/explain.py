@@ -57,7 +57,8 @@ NO_WEIGHTS: tuple[Row, ...] = (
 ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
-READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "mxfp4", "gguf")
+READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
+        "auto-round", "mxfp4", "gguf")
 # where some tools store how a model is quantized: files, and an entry of config.json
 OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
 

@@ -1,0 +1,174 @@
+"""Models of compressed-tensors in FP8, INT8, NVFP4 and MXFP4, of FBGEMM, ModelOpt and AutoRound. Their
+tokens are those that transformers generates with the dequantized weights. Of compressed-tensors,
+these have the bits of its own `decompress` (0.20), in the dtype of the scales or in bfloat16."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import greedy_reference
+from quantizing import (
+    BFLOAT16, OPTIONS, PROMPTS, change_config, compressed_config, expected, generated, in_gptq,
+    linears_of)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanoengine import LLM
+from nanoengine_extensions.quantized import methods, packed
+from nanoengine_extensions.quantized.modules import QuantizedLinear
+from nanoengine_extensions.quantized.scaled_files import scaled
+
+# of a weight: its tensors, by the ends of their names, and what they stand for
+Parts = tuple[dict[str, Tensor], Tensor]
+ROUNDED = dict(num_bits=8, type="float", strategy="token", dynamic=True)
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FP4 = torch.cat((FP4, -FP4))
+
+
+def grouped(weight: Tensor, count: int) -> Tensor:
+    """(outputs, groups, inputs of a group); 0: one group for all outputs."""
+    return weight.unflatten(1, (count, -1)) if count else weight[None].flatten(1)[None]
+
+
+def in_fp8(weight: Tensor, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> Parts:
+    """count: groups of a row; 0: one scale for all."""
+    x = grouped(weight, count)
+    scales = (x.abs().amax(-1, keepdim=True) / 448).to(dtype)
+    numbers = (x / scales.float()).to(torch.float8_e4m3fn)
+    found = numbers.float() * scales.float()
+    return {"weight": numbers.view(weight.shape), "weight_scale": scales[..., 0] if count else (
+        scales.view(1)), "input_scale": torch.ones(1)}, found.view(weight.shape)
+
+
+def in_int8(weight: Tensor, count: int = 1, has_zeros: bool = False) -> Parts:
+    x = grouped(weight, count)
+    scales = (x.abs().amax(-1, keepdim=True) / 100).bfloat16()
+    zeros = torch.randint(-20, 20, scales.shape) if has_zeros else torch.zeros(scales.shape)
+    numbers = (x / scales.float() + zeros).round().clamp(-128, 127)
+    found = {"weight": numbers.to(torch.int8).view(weight.shape), "weight_scale": scales[..., 0]}
+    if has_zeros:
+        found["weight_zero_point"] = zeros[..., 0].to(torch.int8)
+    return found, ((numbers - zeros) * scales.float()).view(weight.shape)
+
+
+def in_fp4(weight: Tensor, size: int, name: str = "weight_packed") -> Parts:
+    """In groups of 16 inputs: NVFP4; of 32: MXFP4. ModelOpt multiplies by the second scale."""
+    x = weight.unflatten(1, (-1, size))
+    scales = x.abs().amax(-1, keepdim=True) / 6
+    if size == 32:
+        stored = scales.log2().round().to(torch.int32) + 127
+        own, more = torch.exp2(stored - 127.0), {}
+        stored = stored.to(torch.uint8)
+    else:
+        whole = 448 / scales.amax().view(1)
+        stored = (scales * whole).to(torch.float8_e4m3fn)
+        own, more = stored.float() / whole, {"weight_global_scale": whole}
+        if name == "weight":
+            own, more = stored.float() * (1 / whole), {"weight_scale_2": (1 / whole)[0]}
+    numbers = ((x / own)[..., None] - FP4).abs().argmin(-1).to(torch.uint8)
+    words = numbers.view(weight.shape)
+    return {name: words[:, ::2] | words[:, 1::2] << 4, "weight_scale": stored[..., 0]} | more, (
+        FP4[numbers.int()] * own).view(weight.shape)
+
+
+def in_auto_round(weight: Tensor, version: int = 1) -> Parts:
+    groups = weight.unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1) / 7).half()
+    zeros = torch.randint(6, 10, scales.shape)
+    numbers = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).long()
+    found = (numbers - zeros[..., None]) * scales.float()[..., None]
+    stored = in_gptq(numbers.view(weight.shape), zeros, scales, bits=4, version=version)
+    return {name: each.contiguous() for name, each in stored.items()}, found.view(weight.shape)
+
+
+def compressed(stored: str, kind: str = "float", bits: int = 8, **weights: Any) -> dict[str, Any]:
+    entries: dict[str, Any] = compressed_config(bits, type=kind, group_size=None) | dict(
+        format=stored)
+    entries["config_groups"]["group_0"]["weights"] |= weights
+    entries["config_groups"]["group_0"]["input_activations"] = ROUNDED
+    return entries
+
+
+STATIC = compressed("float-quantized", strategy="tensor") | dict(kv_cache_scheme=ROUNDED)
+NVFP4 = compressed("nvfp4-pack-quantized", bits=4, strategy="tensor_group", group_size=16)
+AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_gptq", bits=4,
+                  group_size=32, sym=False, extra_config={"lm_head": dict(bits=16)})
+# as config.json has it, and as hf_quant_config.json
+MODELOPT = dict(quant_method="modelopt", quant_algo="NVFP4", config_groups=dict(
+    group_0=dict(input_activations=dict(num_bits=4, group_size=16))))
+OLD_MODELOPT = dict(quant_method="modelopt", quantization=dict(
+    quant_algo="FP8", kv_cache_quant_algo="FP8"))
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "FP8 dynamic": (in_fp8, compressed("float-quantized", strategy="channel")),
+    "FP8 static": (lambda weight: in_fp8(weight, 0, torch.float32), STATIC),
+    "FP8 groups": (lambda weight: in_fp8(weight, 2), compressed(
+        "naive-quantized", strategy="group", group_size=64)),
+    "W8A8": (in_int8, compressed("int-quantized", "int", strategy="channel")),
+    "W8A8 zeros": (lambda weight: in_int8(weight, 2, True), compressed(
+        "int-quantized", "int", strategy="group", group_size=64, symmetric=False)),
+    "NVFP4": (lambda weight: in_fp4(weight, 16), NVFP4),
+    "MXFP4": (lambda weight: in_fp4(weight, 32), compressed(
+        "mxfp4-pack-quantized", bits=4, strategy="group", group_size=32)),
+    "FBGEMM": (lambda weight: in_fp8(weight, 1, torch.float32), dict(
+        quant_method="fbgemm_fp8", activation_scale_ub=1200.0)),
+    "ModelOpt": (lambda weight: in_fp4(weight, 16, "weight"), MODELOPT),
+    "ModelOpt FP8": (lambda weight: in_fp8(weight, 0, torch.float32), OLD_MODELOPT),
+    "AutoRound": (in_auto_round, AUTO_ROUND),
+    "AutoRound zeros": (lambda weight: in_auto_round(weight, 2), AUTO_ROUND | dict(
+        packing_format="auto_round"))}
+
+
+@pytest.fixture
+def make_scaled(make_model, tmp_path):
+    """Rounds the linears of a model and its copy; the parts of a weight are in two files."""
+    def made(name: str, architecture: str = "Qwen3", **changes: Any) -> tuple[Path, Any]:
+        source, model = make_model(architecture, **dict(
+            hidden_size=128, intermediate_size=128, num_hidden_layers=2, head_dim=64) | changes)
+        folder = shutil.copytree(source, tmp_path / "scaled")
+        tensors = load_file(folder / "model.safetensors")
+        state = model.state_dict()
+        rounds, entries = FORMS[name]
+        for key in [key for key in tensors if "_proj.weight" in key]:
+            parts, found = rounds(tensors.pop(key))
+            tensors |= {key.removesuffix("weight") + end: part.contiguous()
+                        for end, part in parts.items()}
+            # scales of a KV cache, which is not rounded
+            tensors[key.replace("weight", "k_scale")] = torch.ones(())
+            before, _, own = key.partition(".experts.")
+            if not own:
+                state[key].copy_(found)
+                continue
+            number, part, _ = own.split(".")
+            both = state[f"{before}.experts.{'' if part == 'down_proj' else 'gate_up_'}{part}"
+                         .replace("gate_up_gate", "gate_up").replace("gate_up_up", "gate_up")]
+            half = len(both[0]) // 2
+            rows = {"gate_proj": slice(half), "up_proj": slice(half, None)}.get(part, slice(None))
+            both[int(number), rows] = found
+        (folder / "model.safetensors").unlink()
+        index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(sorted(tensors))}
+        for file in {*index.values()}:
+            save_file({key: tensors[key] for key in tensors if index[key] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        change_config(folder, quantization_config=entries)
+        return folder, model
+    return made
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
+    folder, model = make_scaled(name)
+    wanted = expected(model)
+    assert generated(folder, kernels=False) == generated(folder, model_impl="transformers") == wanted
+    with LLM(folder, **OPTIONS) as llm:
+        # of those that are fused, one for all
+        assert len(linears_of(llm)) == 8
+        layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
+        assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
+    assert generated(folder) == wanted
+    is_said = "activations and the KV cache stay in float32: they are not rounded, as the" in (
+        caplog.text)
+    assert is_said != name.startswith("AutoRound")
