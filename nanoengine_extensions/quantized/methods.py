@@ -22,8 +22,9 @@ TYPES = ("int 4", "int 8", "float 4", "float 8")
 ALGORITHMS = (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4",
               "MXFP8", "MIXED_PRECISION")
 # of AutoRound: the format that its files have
-PACKING = {"auto_round:auto_gptq": "gptq", "auto_round": "gptq_v2",
-           "auto_round:gptqmodel": "gptq_v2", "auto_round:auto_awq": "awq"}
+PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
+           "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
+           "auto_round:auto_awq": "awq", "auto_round:awq": "awq"}
 
 
 def gptq_format(c: dict[str, Any]) -> str:
@@ -70,6 +71,8 @@ def modelopt_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "packing_format", c.get("packing_format"), [*PACKING]
+    yield "act_bits", c.get("act_bits") or 16, [16, 32]
+    yield "rotation_config", c.get("rotation_config") or c.get("spinquant_config"), [None]
     yield from ROWS["awq" if gptq_format(c) == "awq" else "gptq"](c)
     # others than 4 and 8 bits: modules that are left out
     for name, changes in (c.get("extra_config") or {}).items():

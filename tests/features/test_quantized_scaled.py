@@ -120,6 +120,11 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AutoRound": (in_auto_round, AUTO_ROUND),
     "AutoRound zeros": (lambda weight: in_auto_round(weight, 2), AUTO_ROUND | dict(
         packing_format="auto_round"))}
+# each weight in the next one of three forms
+MIXED = ["W8A8", "FP8 groups", "NVFP4"]
+MIXED_CONFIG = compressed("mixed-precision") | dict(config_groups={
+    name: FORMS[name][1]["config_groups"]["group_0"] | dict(format=FORMS[name][1]["format"])
+    for name in MIXED})
 
 
 @pytest.fixture
@@ -136,8 +141,9 @@ def make_scaled(make_model, tmp_path):
             parts, found = rounds(tensors.pop(key))
             tensors |= {key.removesuffix("weight") + end: part.contiguous()
                         for end, part in parts.items()}
-            # scales of a KV cache, which is not rounded
-            tensors[key.replace("weight", "k_scale")] = torch.ones(())
+            if "qweight" not in parts:
+                # of a KV cache, which is not rounded
+                tensors[key.replace("weight", "k_scale")] = torch.ones(())
             before, _, own = key.partition(".experts.")
             if not own:
                 state[key].copy_(found)
