@@ -55,7 +55,7 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
         name = f"config_groups.{number}"
         yield f"{name}.format", group.get("format") or c.get("format"), [*STORED]
         kind = f"{weights.get('type', 'int')} {weights.get('num_bits')}"
-        yield f"{name}.weights: its type and num_bits", kind, [*TYPES]
+        yield f"{name}.weights.type and num_bits", kind, [*TYPES]
     # they change other weights, or what is computed with them
     yield "sparsity_config", (c.get("sparsity_config") or {}).get("format", "dense"), ["dense"]
     yield "transform_config", (c.get("transform_config") or {}).get("config_groups") or None, [None]

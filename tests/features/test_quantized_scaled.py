@@ -1,6 +1,9 @@
-"""Models of compressed-tensors in FP8, INT8, NVFP4 and MXFP4, of FBGEMM, ModelOpt and AutoRound. Their
-tokens are those that transformers generates with the dequantized weights. Of compressed-tensors,
-these have the bits of its own `decompress` (0.20), in the dtype of the scales or in bfloat16."""
+"""Models of compressed-tensors in FP8, INT8, NVFP4 and MXFP4, and of FBGEMM, ModelOpt, AutoRound.
+
+Their tokens are those that transformers generates with the dequantized weights. These have the bits
+that the packages compute: compressed-tensors 0.20 in the dtype of its scales (NVFP4, MXFP4: in
+bfloat16), ModelOpt 0.47 in float32 and bfloat16, AutoRound 0.16 in float16, the dtype of its scales.
+"""
 
 import json
 import logging
@@ -18,9 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM
-from nanoengine_extensions.quantized import methods, packed
+from nanoengine_cpu import compiling
+from nanoengine_extensions.experts import Experts
+from nanoengine_extensions.quantized import packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
-from nanoengine_extensions.quantized.scaled_files import scaled
+from nanoengine_extensions.quantized.scaled_files import open_scaled, scaled
+from nanoengine_extensions.quantized.stored import Index
 
 # of a weight: its tensors, by the ends of their names, and what they stand for
 Parts = tuple[dict[str, Tensor], Tensor]
@@ -136,9 +142,10 @@ def make_scaled(make_model, tmp_path):
         folder = shutil.copytree(source, tmp_path / "scaled")
         tensors = load_file(folder / "model.safetensors")
         state = model.state_dict()
-        rounds, entries = FORMS[name]
-        for key in [key for key in tensors if "_proj.weight" in key]:
-            parts, found = rounds(tensors.pop(key))
+        names = MIXED if name == "mixed" else [name]
+        entries = MIXED_CONFIG if name == "mixed" else FORMS[name][1]
+        for i, key in enumerate([key for key in tensors if "_proj.weight" in key]):
+            parts, found = FORMS[names[i % len(names)]][0](tensors.pop(key))
             tensors |= {key.removesuffix("weight") + end: part.contiguous()
                         for end, part in parts.items()}
             if "qweight" not in parts:
@@ -149,11 +156,10 @@ def make_scaled(make_model, tmp_path):
                 state[key].copy_(found)
                 continue
             number, part, _ = own.split(".")
-            both = state[f"{before}.experts.{'' if part == 'down_proj' else 'gate_up_'}{part}"
-                         .replace("gate_up_gate", "gate_up").replace("gate_up_up", "gate_up")]
-            half = len(both[0]) // 2
-            rows = {"gate_proj": slice(half), "up_proj": slice(half, None)}.get(part, slice(None))
-            both[int(number), rows] = found
+            whole = "down_proj" if part == "down_proj" else "gate_up_proj"
+            half = 1 if part == "up_proj" else 0
+            own = state[f"{before}.experts.{whole}"][int(number)]
+            (own if part == "down_proj" else own.chunk(2)[half]).copy_(found)
         (folder / "model.safetensors").unlink()
         index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(sorted(tensors))}
         for file in {*index.values()}:
@@ -164,17 +170,133 @@ def make_scaled(make_model, tmp_path):
     return made
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, "mixed"])
 def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
     folder, model = make_scaled(name)
     wanted = expected(model)
-    assert generated(folder, kernels=False) == generated(folder, model_impl="transformers") == wanted
+    assert generated(folder, kernels=False) == wanted
+    assert generated(folder, model_impl="transformers") == wanted
     with LLM(folder, **OPTIONS) as llm:
-        # of those that are fused, one for all
-        assert len(linears_of(llm)) == 8
+        # of those that are fused, one for all; one product cannot combine FP8 and others
+        assert len(linears_of(llm)) == (8 if name != "mixed" else 6)
         layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
     assert generated(folder) == wanted
     is_said = "activations and the KV cache stay in float32: they are not rounded, as the" in (
         caplog.text)
     assert is_said != name.startswith("AutoRound")
+
+
+@pytest.mark.parametrize("name", ["FP8 dynamic", "W8A8", "NVFP4"])
+def test_another_family(make_scaled, name):
+    """One that transformers computes."""
+    folder, model = make_scaled(name, "Olmo2")
+    assert generated(folder) == expected(model)
+    with LLM(folder, **OPTIONS) as llm:
+        linears: Any = [each for each in llm.engine.runner.model.layers.modules()
+                        if isinstance(each, torch.nn.Linear)]
+        assert sum(len(each.packed_parts) for each in linears if each.is_quantized) == 14
+
+
+@pytest.mark.parametrize("name", ["FP8 dynamic", "W8A8 zeros", "NVFP4", "MXFP4"])
+def test_experts(make_scaled, name):
+    folder, model = make_scaled(
+        name, "Qwen3Moe", hidden_size=128, moe_intermediate_size=128, num_experts=4,
+        num_experts_per_tok=2, decoder_sparse_step=1)
+    wanted = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+    assert generated(folder) == wanted
+    with LLM(folder, **OPTIONS) as llm:
+        layers = [each for each in llm.engine.runner.model.layers.modules()
+                  if isinstance(each, Experts)]
+        linears = [linear for layer in layers for each in layer.experts
+                   for linear in (each.gate_up_proj, each.down_proj)]
+        assert len(linears) == 16
+        assert all(isinstance(each, QuantizedLinear) and each.is_quantized for each in linears)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FP8 dynamic", "W8A8", "NVFP4", "mixed"])
+def test_in_bfloat16(make_scaled, name, caplog):
+    """The bits of a row do not depend on the schedule, and nothing is dequantized."""
+    folder, model = make_scaled(name)
+    compiling.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        found = [generated(folder, **BFLOAT16 | options) for options in (
+            {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1))]
+    assert all(each == found[0] for each in found)
+    assert bool([line for line in caplog.messages if "dequantized" in line]) == (name == "mixed")
+    with LLM(folder, **BFLOAT16) as llm:
+        wanted = model.model.layers[1].mlp.down_proj.weight.bfloat16()
+        assert torch.equal(llm.engine.runner.model.layers[1].mlp.down_proj.weight, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W8A8", "NVFP4"])
+def test_scales_that_multiply_sums(make_scaled, name):
+    folder, model = make_scaled(name)
+    assert generated(folder, quantization="compressed-tensors_sums") == expected(model)
+
+
+def test_scales_of_fp8_cannot_multiply_sums(make_scaled):
+    folder, _ = make_scaled("FP8 dynamic")
+    with pytest.raises(ValueError, match="must be without '_sums' for compressed-tensors"):
+        LLM(folder, quantization="compressed-tensors_sums", **OPTIONS)
+
+
+def test_only_the_cache_is_quantized(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    entries = dict(quant_method="compressed-tensors", config_groups={}, kv_cache_scheme=ROUNDED)
+    change_config(folder, quantization_config=entries)
+    assert generated(folder) == generated(tiny)
+
+
+def test_outputs_that_fill_no_block():
+    """Powers of two are padded with zeros, which are no such powers."""
+    numbers = torch.randint(256, (96, 64), dtype=torch.uint8)
+    exponents = torch.randint(110, 125, (96, 4), dtype=torch.uint8)
+    found: Any = scaled(numbers, exponents, None, {})
+    part: Any = packed.pack(found, torch.float32)
+    rows = packed.rows_of(part, torch.arange(96), 128, torch.float32)
+    assert torch.equal(rows, found.dequantized())
+
+
+def test_a_type_without_scales_is_refused():
+    with pytest.raises(ValueError, match="dtype of a weight with scales=torch.bfloat16 .* must be"):
+        scaled(torch.ones(32, 64).bfloat16(), torch.ones(1), None, {})
+
+
+@pytest.mark.parametrize("stored, weights, symmetric", [
+    ("float-quantized", dict(num_bits=8, type="float", strategy="channel"), True),
+    ("float-quantized", dict(num_bits=8, type="float", strategy="block",
+                             block_structure=[40, 96]), True),
+    ("int-quantized", dict(num_bits=8, strategy="channel"), True),
+    ("int-quantized", dict(num_bits=8, strategy="group", group_size=64), False),
+    ("nvfp4-pack-quantized", dict(num_bits=4, type="float", strategy="tensor_group",
+                                  group_size=16), True),
+    ("mxfp4-pack-quantized", dict(num_bits=4, type="float", strategy="group",
+                                  group_size=32), True)], ids=str)
+def test_compressed_tensors_by_its_package(tmp_path, stored, weights, symmetric):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], format=stored, weights=QuantizationArgs(
+        symmetric=symmetric, **weights))
+    rows, columns = weights.get("block_structure") or (
+        1, weights.get("group_size") or 256)
+    counts = -(-96 // rows), -(-256 // columns)
+    given = {"weight": torch.randn(96, 256) * 0.05, "weight_scale": torch.rand(counts) / 900}
+    if not symmetric:
+        given["weight_zero_point"] = torch.randint(-50, 50, counts, dtype=torch.int8)
+    if weights["num_bits"] == 4:
+        given["weight_scale"] = torch.rand(counts) + 1
+    if columns == 16:
+        given["weight_global_scale"] = torch.rand(1) + 50
+    kind = BaseCompressor.get_value_from_registry(stored)
+    tensors = kind.compress(given, scheme)
+    file = tmp_path / "model.safetensors"
+    save_file({f"own.{name}": each.contiguous() for name, each in tensors.items()}, file)
+    entries = dict(config_groups=dict(group_0=dict(weights=weights)))
+    found = open_scaled(Index([file]), entries, file)["own.weight"].read()
+    wanted = kind.decompress(tensors, scheme)["weight"]
+    assert torch.equal(found.to(wanted.dtype), wanted)
