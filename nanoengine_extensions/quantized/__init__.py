@@ -135,8 +135,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
                        "None, since none of its weights is quantized")
     if left_out := methods.left_out(entries):
         logger.warning(
-            f"activations and the KV cache stay in {str(runner.dtype)[6:]}: they are not rounded, "
-            f"as the model's quantization_config says ({', '.join(sorted(left_out))})")
+            f"{', '.join(sorted(left_out))} of the model's quantization_config are left out: "
+            f"activations and the KV cache stay in {str(runner.dtype)[6:]}")
     if is_own:
         drop_empty_biases(opened.values(), runner.model_config)
     found: dict[str, Any] = {"opened": lambda file, framework: opened[file]}

@@ -15,12 +15,12 @@ INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version i
 ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme", "activation_scheme",
                "activation_scale_ub", "kv_cache_quant_algo")
 # of compressed-tensors: how weights are stored, and their types and bits
-STORED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
-          "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
-TYPES = ("int 4", "int 8", "float 4", "float 8")
+STORED = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+          "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
+TYPES = ["int 4", "int 8", "float 4", "float 8"]
 # of ModelOpt
-ALGORITHMS = (None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4",
-              "MXFP8", "MIXED_PRECISION")
+ALGORITHMS = [None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4",
+              "MXFP8", "MIXED_PRECISION"]
 # of AutoRound: the format that its files have
 PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
            "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
@@ -53,9 +53,9 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
     for number, group in (c.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         name = f"config_groups.{number}"
-        yield f"{name}.format", group.get("format") or c.get("format"), [*STORED]
+        yield f"{name}.format", group.get("format") or c.get("format"), STORED
         kind = f"{weights.get('type', 'int')} {weights.get('num_bits')}"
-        yield f"{name}.weights.type and num_bits", kind, [*TYPES]
+        yield f"{name}.weights.type and num_bits", kind, TYPES
     # they change other weights, or what is computed with them
     yield "sparsity_config", (c.get("sparsity_config") or {}).get("format", "dense"), ["dense"]
     yield "transform_config", (c.get("transform_config") or {}).get("config_groups") or None, [None]
@@ -64,9 +64,9 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
 def modelopt_rows(c: dict[str, Any]) -> Iterator[Row]:
     # the second one as in hf_quant_config.json
     for each in (c, c.get("quantization") or {}):
-        yield "quant_algo", each.get("quant_algo"), [*ALGORITHMS]
+        yield "quant_algo", each.get("quant_algo"), ALGORITHMS
         for name, layer in (each.get("quantized_layers") or {}).items():
-            yield f"quantized_layers[{name!r}].quant_algo", layer.get("quant_algo"), [*ALGORITHMS]
+            yield f"quantized_layers[{name!r}].quant_algo", layer.get("quant_algo"), ALGORITHMS
 
 
 def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
@@ -88,14 +88,10 @@ def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "fmt", c.get("fmt") or "e4m3", ["e4m3"]
 
 
-def no_rows(c: dict[str, Any]) -> Iterator[Row]:
-    return iter(())
-
-
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
-        "fp8": fp8_rows, "fbgemm_fp8": no_rows, "modelopt": modelopt_rows,
-        "auto-round": auto_round_rows, "mxfp4": no_rows, "bitsandbytes": bitsandbytes_rows,
-        "gguf": no_rows}
+        "fp8": fp8_rows, "modelopt": modelopt_rows, "auto-round": auto_round_rows,
+        "bitsandbytes": bitsandbytes_rows,
+        **dict.fromkeys(("fbgemm_fp8", "mxfp4", "gguf"), lambda entries: iter(()))}
 
 
 def check(entries: dict[str, Any]) -> None:

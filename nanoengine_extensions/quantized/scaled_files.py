@@ -12,6 +12,7 @@ types of the tensors say what a weight is:
 What such models say about activations and the KV cache is left out: these are not rounded.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,8 @@ from nanoengine_extensions.quantized.stored import (
 # the ends of the names of scales, after that of a weight, and of its other parts
 SCALES = ("_scale_inv", "_scale")
 PARTS = (*SCALES, "_scale_2", "_global_scale", "_zero_point", "_shape", "_g_idx")
-# the ends of the names of scales for what is not rounded here
-OTHERS = ("input_scale", "input_zero_point", "input_global_scale", "input_scale_ub",
-          "activation_scale", "output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale",
-          "k_zero_point", "v_zero_point", "k_global_scale", "v_global_scale", "kv_scale",
-          "prob_output_scale")
+# scales of what is not rounded here
+OTHERS = re.compile(r"(input|output|activation|kv|[qkv])_(global_)?(scale|scale_ub|zero_point)$")
 # what a weight is, by the type of its numbers
 KINDS = {"F8_E4M3": "FP8", "I8": "INT8", "U8": "FP4", "I32": "INT4 or INT8"}
 
@@ -47,12 +45,13 @@ def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
         owners = {name.removesuffix(end) + more for end in ends for more in ("", "_packed")}
         if scale:
             kind = KINDS.get(tensor.kind, tensor.kind)
-            *sizes, inputs = tensor.shape
-            shape = [*sizes, 2 * inputs] if kind == "FP4" else tensor.shape
+            shape = [*tensor.shape]
+            if tensor.kind == "U8":
+                shape[-1] *= 2
             if tensor.kind == "I32":
                 shape = index.read(f"{weight}_shape").tolist()
             opened[weight] = Stored(kind, shape, partial(read, index, name, scale, entries))
-        elif not name.endswith(OTHERS) and not owners.intersection(index.files):
+        elif not OTHERS.search(name) and not owners.intersection(index.files):
             opened[name] = tensor
     return opened
 
@@ -67,10 +66,15 @@ def read(index: Index, name: str, scale: str, entries: dict[str, Any]) -> Tensor
                                     index.find(f"{weight}_g_idx"))
         return with_groups(found, entries)
     if above is not None:
-        scales = scales.float() * above
+        scales = scales.float() * with_dims(above, scales.ndim)
     if below is not None:
-        scales = scales.float() / below
+        scales = scales.float() / with_dims(below, scales.ndim)
     return scaled(numbers, scales, zeros, entries)
+
+
+def with_dims(scales: Tensor, ndim: int) -> Tensor:
+    """Returns one for all, or one for each output or matrix, with as many dimensions as others."""
+    return scales.reshape(*scales.shape, *[1] * (ndim - scales.ndim))
 
 
 def scaled(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
@@ -79,14 +83,12 @@ def scaled(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
 
     Raises ValueError for scales that do not fit the numbers.
     """
+    # ModelOpt's are (blocks of outputs, 1, blocks of inputs, 1)
+    scales = with_dims(scales[:, 0, :, 0] if scales.ndim == 4 else scales, numbers.ndim)
     if numbers.ndim > 2:
-        # one for each matrix, or one for all
-        scales = scales.reshape(-1, 1, 1) if scales.ndim < 2 else scales
-        parts = zip(numbers, scales.expand(len(numbers), *scales.shape[-2:]))
+        parts = zip(numbers, scales.expand(len(numbers), -1, -1))
         found: Any = [scaled(*each, None, entries) for each in parts]
         return torch.stack([each.dequantized() for each in found])
-    # one for all, or one for each output
-    scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
     size = part_size(len(numbers), len(scales), entries, 0)
     scales = scales.repeat_interleave(size, 0)[:len(numbers)]
     if numbers.dtype == torch.uint8:

@@ -2,7 +2,7 @@
 
 Their tokens are those that transformers generates with the dequantized weights. These have the bits
 that the packages compute: compressed-tensors 0.20 in the dtype of its scales (NVFP4, MXFP4: in
-bfloat16), ModelOpt 0.47 in float32 and bfloat16, AutoRound 0.16 in float16, the dtype of its scales.
+bfloat16), ModelOpt 0.47 in float32 and bfloat16, and AutoRound 0.16 in float16, as its scales.
 """
 
 import json
@@ -132,6 +132,9 @@ MIXED_CONFIG = compressed("mixed-precision") | dict(config_groups={
     name: FORMS[name][1]["config_groups"]["group_0"] | dict(format=FORMS[name][1]["format"])
     for name in MIXED})
 
+# they differ little from others
+SLOW = ["FP8 groups", "FBGEMM", "ModelOpt FP8", "AutoRound zeros"]
+
 
 @pytest.fixture
 def make_scaled(make_model, tmp_path):
@@ -170,7 +173,8 @@ def make_scaled(make_model, tmp_path):
     return made
 
 
-@pytest.mark.parametrize("name", [*FORMS, "mixed"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+                                  for name in (*FORMS, "mixed")])
 def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
     folder, model = make_scaled(name)
     wanted = expected(model)
@@ -182,12 +186,13 @@ def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
         layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
     assert generated(folder) == wanted
-    is_said = "activations and the KV cache stay in float32: they are not rounded, as the" in (
+    is_said = "quantization_config are left out: activations and the KV cache stay in float32" in (
         caplog.text)
     assert is_said != name.startswith("AutoRound")
 
 
-@pytest.mark.parametrize("name", ["FP8 dynamic", "W8A8", "NVFP4"])
+@pytest.mark.parametrize("name", [
+    "NVFP4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FP8 dynamic", "W8A8"))])
 def test_another_family(make_scaled, name):
     """One that transformers computes."""
     folder, model = make_scaled(name, "Olmo2")
@@ -198,7 +203,8 @@ def test_another_family(make_scaled, name):
         assert sum(len(each.packed_parts) for each in linears if each.is_quantized) == 14
 
 
-@pytest.mark.parametrize("name", ["FP8 dynamic", "W8A8 zeros", "NVFP4", "MXFP4"])
+@pytest.mark.parametrize("name", ["NVFP4", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("FP8 dynamic", "W8A8 zeros", "MXFP4"))])
 def test_experts(make_scaled, name):
     folder, model = make_scaled(
         name, "Qwen3Moe", hidden_size=128, moe_intermediate_size=128, num_experts=4,
@@ -258,6 +264,22 @@ def test_outputs_that_fill_no_block():
     part: Any = packed.pack(found, torch.float32)
     rows = packed.rows_of(part, torch.arange(96), 128, torch.float32)
     assert torch.equal(rows, found.dequantized())
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 1), (2, 32), (2, 1, 1), (2,), (1,), ()], ids=str)
+def test_the_matrices_of_many_experts(shape):
+    """One scale for each output, for each matrix or for all, and one above all of a matrix."""
+    numbers = torch.randint(-128, 128, (2, 32, 32), dtype=torch.int8)
+    scales = torch.rand(shape)
+    wanted = scales.reshape(*shape, *[1] * (3 - len(shape)))
+    assert torch.equal(scaled(numbers, scales, None, {}), numbers * wanted)
+
+
+def test_blocks_in_four_dimensions():
+    numbers, scales = torch.ones(64, 96).to(torch.float8_e4m3fn), torch.rand(2, 1, 3, 1)
+    found: Any = scaled(numbers, scales, None, {})
+    wanted = scales[:, 0, :, 0].repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert torch.equal(found.dequantized(), wanted)
 
 
 def test_a_type_without_scales_is_refused():
