@@ -57,7 +57,8 @@ NO_WEIGHTS: tuple[Row, ...] = (
 ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
-READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "mxfp4", "gguf")
+READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
+        "auto-round", "mxfp4", "gguf")
 # where some tools store how a model is quantized: files, and an entry of config.json
 OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
 
@@ -125,7 +126,7 @@ ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
     "quant_config.json, hf_quant_config.json or compression_config)", 'completed: config.json must '
-    'have these entries under "quantization_config", with a "quant_method" such as "gptq"')
+    'have these entries under "quantization_config", with a "quant_method": "gptq" or "modelopt"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",

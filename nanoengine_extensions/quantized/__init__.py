@@ -1,5 +1,5 @@
-"""Quantized models: GGUF files, AWQ, GPTQ, compressed-tensors, FP8, MXFP4, NF4; and `quantization`,
-which rounds the weights of any model when they are loaded.
+"""Quantized models: GGUF files, AWQ, GPTQ, compressed-tensors, FP8, INT8, MXFP4, NVFP4, NF4; and
+`quantization`, which rounds the weights of any model when they are loaded.
 
 A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
 transformers generates with these values, on every device. On a CPU with its kernels, the numbers
@@ -33,7 +33,7 @@ from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
 from nanoengine_extensions.quantized.bitsandbytes_files import open_4_bits
 from nanoengine_extensions.quantized.expert_files import open_mxfp4
-from nanoengine_extensions.quantized.fp8_files import open_fp8
+from nanoengine_extensions.quantized.scaled_files import open_scaled
 from nanoengine_extensions.quantized.stored import (
     METHODS, Index, Opened, open_quantized, open_rounded)
 
@@ -41,11 +41,9 @@ BITS = {"int8": 8, "int4": 4}
 # after the name of a method: see kernel.py
 SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-# other methods, each with the kind of its tensors
-KINDS = {"fp8": "FP8", "mxfp4": "MXFP4", "bitsandbytes": "4 bits"}
-KNOWN = (*METHODS, *KINDS, "gguf")
-# vLLM's names of methods, each with the name of a kernel
-MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq"}
+KNOWN = (*methods.ROWS,)
+# vLLM's names of methods, most with the name of a kernel
+MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"}
 CONDITIONS: list[Condition] = [
     ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN, *MARLIN),
      f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}; with '{SUMS}', scales "
@@ -129,10 +127,16 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
-    kinds = {tensor.kind for tensors in opened.values() for tensor in tensors.values()}
-    if kind_of(method, entries) not in (None, *kinds):
+    tensors = transformers_files.tensors_of(opened)
+    kinds = {tensor.kind for tensor in tensors.values() if tensor.is_quantized}
+    # a GGUF can be in floating point, and some models are quantized only as to their cache
+    if not kinds and method != "gguf" and not entries.get("kv_cache_scheme"):
         raise rejected("the model's quantization_config", entries,
                        "None, since none of its weights is quantized")
+    if left_out := methods.left_out(entries):
+        logger.warning(
+            f"{', '.join(sorted(left_out))} of the model's quantization_config are left out: "
+            f"activations and the KV cache stay in {str(runner.dtype)[6:]}")
     if is_own:
         drop_empty_biases(opened.values(), runner.model_config)
     found: dict[str, Any] = {"opened": lambda file, framework: opened[file]}
@@ -140,7 +144,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
     stored, count = sizes_of(files, opened.values())
-    if by_sums and method in ("fp8", "bitsandbytes"):
+    if by_sums and kinds & {"FP8", "4 bits"}:
         raise rejected("quantization", config.quantization, f"without '{SUMS}' for {method}")
     if not stays_packed(runner):
         if by_sums:
@@ -197,16 +201,12 @@ def choose_opener(method: str, entries: dict[str, Any],
     if method in BITS:
         return partial(open_rounded, BITS[method])
     index = Index(weight_files(folder))
-    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_4_bits,
-                   "fp8": partial(open_fp8, block=entries.get("weight_block_size"))}
+    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_4_bits}
     if method in others:
         return partial(others[method], index)
-    return partial(open_quantized, index, METHODS[method](entries))
-
-
-def kind_of(method: str, entries: dict[str, Any]) -> str | None:
-    """Returns the kind of quantized tensors, if a model needs one of them."""
-    return METHODS[method](entries).parts[0] if method in METHODS else KINDS.get(method)
+    if method in METHODS:
+        return partial(open_quantized, index, METHODS[method](entries))
+    return partial(open_scaled, index, entries)
 
 
 def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:

@@ -8,14 +8,28 @@ from nanoengine.features import rejected
 # an entry, its value, and what is accepted
 Row = tuple[str, Any, list]
 
-# of formats that are not read, or that round activations, too
+# of formats that are not read
 ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
-NAMES = {"fbgemm_fp8": "FP8 of FBGEMM"}
+# entries that ask for rounded activations, or a rounded KV cache
+ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme", "activation_scheme",
+               "activation_scale_ub", "kv_cache_quant_algo")
+# of compressed-tensors: how weights are stored, and their types and bits
+STORED = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+          "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
+TYPES = ["int 4", "int 8", "float 4", "float 8"]
+# of ModelOpt
+ALGORITHMS = [None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4",
+              "MXFP8", "MIXED_PRECISION"]
+# of AutoRound: the format that its files have
+PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
+           "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
+           "auto_round:auto_awq": "awq", "auto_round:awq": "awq"}
 
 
 def gptq_format(c: dict[str, Any]) -> str:
-    return c.get("checkpoint_format") or c.get("format") or "gptq"
+    given = PACKING.get(c.get("packing_format", ""))
+    return given or c.get("checkpoint_format") or c.get("format") or "gptq"
 
 
 def awq_rows(c: dict[str, Any]) -> Iterator[Row]:
@@ -39,16 +53,30 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
     for number, group in (c.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         name = f"config_groups.{number}"
-        yield f"{name}.format", group.get("format") or c.get("format"), ["pack-quantized"]
-        yield f"{name}.weights.type", weights.get("type", "int"), ["int"]
-        yield f"{name}.weights.num_bits", weights.get("num_bits"), [4, 8]
-        yield f"{name}.weights.strategy", weights.get("strategy"), ["group", "channel", "tensor"]
-        for part in ("input_activations", "output_activations"):
-            yield f"{name}.{part}", group.get(part), [None]
-    yield "kv_cache_scheme", c.get("kv_cache_scheme"), [None]
+        yield f"{name}.format", group.get("format") or c.get("format"), STORED
+        kind = f"{weights.get('type', 'int')} {weights.get('num_bits')}"
+        yield f"{name}.weights.type and num_bits", kind, TYPES
     # they change other weights, or what is computed with them
     yield "sparsity_config", (c.get("sparsity_config") or {}).get("format", "dense"), ["dense"]
     yield "transform_config", (c.get("transform_config") or {}).get("config_groups") or None, [None]
+
+
+def modelopt_rows(c: dict[str, Any]) -> Iterator[Row]:
+    # the second one as in hf_quant_config.json
+    for each in (c, c.get("quantization") or {}):
+        yield "quant_algo", each.get("quant_algo"), ALGORITHMS
+        for name, layer in (each.get("quantized_layers") or {}).items():
+            yield f"quantized_layers[{name!r}].quant_algo", layer.get("quant_algo"), ALGORITHMS
+
+
+def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
+    yield "packing_format", c.get("packing_format"), [*PACKING]
+    yield "act_bits", c.get("act_bits") or 16, [16, 32]
+    yield "rotation_config", c.get("rotation_config") or c.get("spinquant_config"), [None]
+    yield from ROWS["awq" if gptq_format(c) == "awq" else "gptq"](c)
+    # others than 4 and 8 bits: modules that are left out
+    for name, changes in (c.get("extra_config") or {}).items():
+        yield f"extra_config[{name!r}].bits", changes.get("bits", 4), [4, 8, 16, 32]
 
 
 def bitsandbytes_rows(c: dict[str, Any]) -> Iterator[Row]:
@@ -61,19 +89,23 @@ def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
-        "bitsandbytes": bitsandbytes_rows, "fp8": fp8_rows, "mxfp4": lambda entries: iter(()),
-        "gguf": lambda entries: iter(())}
+        "fp8": fp8_rows, "modelopt": modelopt_rows, "auto-round": auto_round_rows,
+        "bitsandbytes": bitsandbytes_rows,
+        **dict.fromkeys(("fbgemm_fp8", "mxfp4", "gguf"), lambda entries: iter(()))}
 
 
 def check(entries: dict[str, Any]) -> None:
     """Raises ValueError for weights that are not numbers of 4 or 8 bits times scales."""
     method = entries.get("quant_method")
-    if method in NAMES:
-        raise ValueError(f"the model is quantized as {NAMES[method]} (quant_method={method!r}), "
-                         f"which is not read: {INSTEAD}")
     if method not in ROWS:
         raise rejected("the model's quant_method", method, f"one of {[*ROWS]}; otherwise {INSTEAD}")
     for name, value, accepted in ROWS[method](entries):
         if value not in accepted:
             raise rejected(f"the model's quantization_config.{name}", value,
                            f"one of {accepted}; otherwise {INSTEAD}")
+
+
+def left_out(entries: dict[str, Any]) -> set[str]:
+    """Returns the names of entries, also within others, that ask for rounded activations."""
+    found = {name for name in ACTIVATIONS if entries.get(name)}
+    return found.union(*(left_out(each) for each in entries.values() if isinstance(each, dict)))

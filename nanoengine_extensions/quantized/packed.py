@@ -116,6 +116,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
 
     def in_blocks(x: Tensor, columns: int) -> Tensor:
         """(outputs, columns) to bytes: (blocks, columns, outputs of a block)."""
+        # a power of two cannot be 0
+        x = x.view(torch.uint8) if x.element_size() == 1 else x
         x = F.pad(x, (0, columns - x.shape[1], 0, more[1])).unflatten(0, (-1, block))
         return x.transpose(1, 2).contiguous().view(torch.uint8)
 

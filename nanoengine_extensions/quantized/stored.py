@@ -5,6 +5,7 @@ These classes answer the same calls, and dequantize a tensor when it is read. `S
 numbers and scales as they are.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -100,27 +101,39 @@ class Method(NamedTuple):
     read: Callable[[Index, str], Grouped]
 
 
-def sizes_in(entries: dict[str, Any]) -> list[int]:
-    """Returns all sizes of groups that `quantization_config` has, also within its entries."""
-    found = [entries.get("group_size", entries.get("q_group_size")) or 0]
-    return sum((sizes_in(each) for each in entries.values() if isinstance(each, dict)), found)
+def sizes_in(entries: dict[str, Any], dim: int) -> list[int]:
+    """Returns all sizes of groups that `quantization_config` has, also within its entries, or of
+    blocks along a dimension: 0 or 1."""
+    names = ("weight_block_size", "block_structure", "group_size", "q_group_size")
+    # such as [128, 128] and "128x128"
+    given = [re.findall(r"-?\d+", str(entries.get(name))) for name in names]
+    found = [int(sizes[dim if len(sizes) > 1 else 0]) for sizes in given if sizes]
+    return sum((sizes_in(each, dim) for each in entries.values() if isinstance(each, dict)), found)
+
+
+def part_size(length: int, count: int, entries: dict[str, Any], dim: int) -> int:
+    """Returns how long each of `count` groups or blocks is. It is a size that `quantization_config`
+    names, and the last one can be smaller; if no such size gives their number, all are equal.
+    Raises ValueError if they cannot be. dim: 0: of outputs; 1: of inputs"""
+    equal = 0 if length % count else length // count
+    sizes = [size for size in sizes_in(entries, dim) if size > 0]
+    fitting = [size for size in [*sizes, equal] if size and -(-length // size) == count]
+    if not fitting:
+        whose = ("outputs", "inputs")[dim]
+        raise rejected("the model's group_size or weight_block_size", sizes,
+                       f"one that makes {count} groups of {length} {whose}, as the files have them")
+    return fitting[0]
 
 
 def with_groups(weight: Grouped, entries: dict[str, Any]) -> Grouped:
-    """Returns a weight with the group of each input. If the files do not say it, groups have a size
-    that `quantization_config` names, and the last one can be smaller; if no such size gives the
-    number of groups, all are equal. Raises ValueError if they cannot be."""
+    """Returns a weight with the group of each input: see `part_size`, if the files do not say it.
+    """
     # -1: the tool has not filled it
     if weight.groups is not None and -1 not in weight.groups:
         return weight
     inputs, count = weight.numbers.shape[1], weight.scales.shape[1]
-    equal = 0 if inputs % count else inputs // count
-    sizes = [size for size in sizes_in(entries) if size > 0]
-    fitting = [size for size in [*sizes, equal] if size and -(-inputs // size) == count]
-    if not fitting:
-        raise rejected("the model's group_size", sizes,
-                       f"one that makes {count} groups of {inputs} inputs, as the files have them")
-    return weight._replace(groups=torch.arange(inputs) // fitting[0])
+    size = part_size(inputs, count, entries, 1)
+    return weight._replace(groups=torch.arange(inputs) // size)
 
 
 def awq(entries: dict[str, Any]) -> Method:
@@ -155,21 +168,11 @@ def gptq(entries: dict[str, Any]) -> Method:
     return Method(parts, shape, read)
 
 
-def compressed(entries: dict[str, Any]) -> Method:
-    parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-
-    def shape(index: Index, module: str) -> list[int]:
-        return index.read(f"{module}.weight_shape").tolist()
-
-    def read(index: Index, module: str) -> Grouped:
-        needed: Any = (index.read(f"{module}.{part}") for part in parts[:3])
-        others = (index.find(f"{module}.{part}") for part in parts[3:])
-        return with_groups(formulas.compressed(*needed, *others), entries)
-
-    return Method(parts, shape, read)
+def auto_round(entries: dict[str, Any]) -> Method:
+    return (awq if methods.gptq_format(entries) == "awq" else gptq)(entries)
 
 
-METHODS = {"awq": awq, "gptq": gptq, "compressed-tensors": compressed}
+METHODS = {"awq": awq, "gptq": gptq, "auto-round": auto_round}
 
 
 def open_quantized(index: Index, method: Method, file: Path) -> Opened:

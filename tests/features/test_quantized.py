@@ -468,7 +468,7 @@ def test_groups_of_another_size(make_quantized, name, size):
 
 def test_groups_that_no_size_gives():
     weight = formulas.Grouped(torch.zeros(8, 320, dtype=torch.uint8), torch.ones(8, 6))
-    with pytest.raises(ValueError, match=r"group_size=\[96\] .* makes 6 groups of 320 inputs"):
+    with pytest.raises(ValueError, match=r"group_size.*=\[96\] .* makes 6 groups of 320 inputs"):
         with_groups(weight, dict(group_size=96))
 
 
@@ -523,10 +523,10 @@ def test_one_scale_for_a_whole_weight():
 
 
 GROUPS = compressed_config()["config_groups"]["group_0"]
+AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_awq", bits=4)
 
 
 @pytest.mark.parametrize("entries, message", [
-    (dict(quant_method="fbgemm_fp8"), "quantized as FP8 .* must be the model that was quantized"),
     (dict(quant_method="bitsandbytes", load_in_8bit=True), "load_in_4bit=False .* one of .True."),
     (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
     (dict(bits=4), "quant_method=None"),
@@ -538,15 +538,21 @@ GROUPS = compressed_config()["config_groups"]["group_0"]
     (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
     (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
     (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=3)}), r"dynamic\['b'\].bits=3"),
-    (compressed_config() | dict(format="float-quantized"), "format='float-quantized'"),
-    (compressed_config() | dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme="),
+    (compressed_config() | dict(format="marlin-24"), "format='marlin-24'"),
     (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
     (compressed_config() | dict(transform_config=dict(config_groups=dict(u=1))), "transform_conf"),
-    (compressed_config(type="float"), "weights.type='float'"),
-    (compressed_config(bits=2), "weights.num_bits=2"),
-    (compressed_config(strategy="block"), "weights.strategy='block'"),
     (compressed_config() | dict(config_groups=dict(g=GROUPS | dict(
-        input_activations=dict(num_bits=8)))), "g.input_activations=")])
+        format="mxfp6-pack-quantized"))), "g.format='mxfp6-pack-quantized'"),
+    (compressed_config(6, type="float"), "weights.type.*='float 6'"),
+    (compressed_config(bits=2), "weights.type.*='int 2'"),
+    (dict(quant_method="modelopt", quant_algo="NVFP4_AWQ"), "quant_algo='NVFP4_AWQ'"),
+    (dict(quant_method="modelopt", quantization=dict(quantized_layers=dict(
+        a=dict(quant_algo="FP8"), b=dict(quant_algo="W4A8_AWQ")))), r"\['b'\].*='W4A8_AWQ'"),
+    (AUTO_ROUND | dict(packing_format="auto_round:llm_compressor"), "packing_format='auto_round:l"),
+    (AUTO_ROUND | dict(act_bits=8), "act_bits=8"),
+    (AUTO_ROUND | dict(bits=3), "bits=3"),
+    (AUTO_ROUND | dict(rotation_config=dict(a=1)), "rotation_config="),
+    (AUTO_ROUND | dict(extra_config=dict(a=dict(bits=2))), r"\['a'\].bits=2")])
 def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
     """explain.py says it first, if it is there, in the words of the config."""
     source, _ = make_model()

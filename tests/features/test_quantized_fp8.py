@@ -18,8 +18,9 @@ from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine_extensions.experts import Experts
-from nanoengine_extensions.quantized import formulas, fp8_files, packed
+from nanoengine_extensions.quantized import formulas, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
+from nanoengine_extensions.quantized.scaled_files import scaled
 
 BLOCK = [32, 32]
 ENTRIES = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3",
@@ -180,34 +181,31 @@ def test_what_is_no_number_has_no_packed_form():
                                     torch.tensor([[1.0, 2.0]]).to(torch.float8_e8m0fnu)])
 def test_exponents_as_scales(scales):
     numbers = torch.ones(64, 64).to(torch.float8_e4m3fn)
-    stored = fp8_files.Stored("F8_E4M3", [64, 64], lambda: numbers)
-    found = fp8_files.read(stored, lambda: scales, [64, 32]).dequantized()
+    found = scaled(numbers, scales, dict(weight_block_size=[64, 32])).dequantized()
     assert found[:, :32].eq(1).all() and found[:, 32:].eq(2).all()
 
 
 def test_the_matrices_of_many_experts_in_one_tensor():
     """With one scale for each of them, or one for all, or blocks."""
     numbers = torch.ones(3, 32, 64).to(torch.float8_e4m3fn)
-    stored = fp8_files.Stored("F8_E4M3", [3, 32, 64], lambda: numbers)
     each = torch.tensor([1.0, 2.0, 3.0])
     for scales, wanted in ((each, each[:, None, None]), (torch.tensor(2.0), torch.tensor(2.0)),
                            (each.view(3, 1, 1), each[:, None, None])):
-        found = fp8_files.read(stored, lambda scales=scales: scales, None)
+        found = scaled(numbers, scales, {})
         assert torch.equal(found, wanted.expand(3, 32, 64))
 
 
 def test_another_type_of_8_bits_is_refused():
     numbers = torch.ones(32, 64).to(torch.float8_e5m2)
-    stored = fp8_files.Stored("F8_E5M2", [32, 64], lambda: numbers)
     with pytest.raises(ValueError, match="float8_e5m2 is not accepted: it must be torch.float8_e4"):
-        fp8_files.read(stored, lambda: torch.ones(1), None)
+        scaled(numbers, torch.ones(1), {})
 
 
 @pytest.mark.parametrize("entries, options, message", [
     (ENTRIES | dict(fmt="e5m2"), {}, "quantization_config.fmt='e5m2' .* one of .'e4m3'"),
     (ENTRIES, dict(quantization="int8"), "quantization='int8' .* None or 'fp8', since the model"),
     (ENTRIES, dict(quantization="fp8_sums"), "'fp8_sums' .* must be without '_sums' for fp8"),
-    (ENTRIES | dict(weight_block_size=[7, 7]), {}, "weight_block_size=7 .* must be one that mak")])
+    (ENTRIES | dict(weight_block_size=[7, 7]), {}, r"weight_block_size=\[7\] .* must be one that")])
 def test_what_is_refused(make_fp8, entries, options, message):
     folder, _ = make_fp8()
     if entries["weight_block_size"] == [7, 7]:

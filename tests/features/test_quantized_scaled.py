@@ -1,0 +1,341 @@
+"""Models of compressed-tensors in FP8, INT8, NVFP4 and MXFP4, and of FBGEMM, ModelOpt, AutoRound.
+
+Their tokens are those that transformers generates with the dequantized weights. These have the bits
+that the packages compute: compressed-tensors 0.20 in the dtype of its scales (NVFP4, MXFP4: in
+bfloat16), ModelOpt 0.47 in float32 and bfloat16, and AutoRound 0.16 in float16, as its scales.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import greedy_reference
+from quantizing import (
+    BFLOAT16, OPTIONS, PROMPTS, change_config, compressed_config, expected, generated, in_gptq,
+    linears_of)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanoengine import LLM
+from nanoengine_cpu import compiling
+from nanoengine_extensions.experts import Experts
+from nanoengine_extensions.quantized import packed
+from nanoengine_extensions.quantized.modules import QuantizedLinear
+from nanoengine_extensions.quantized.scaled_files import open_scaled, scaled
+from nanoengine_extensions.quantized.stored import Index
+
+# of a weight: its tensors, by the ends of their names, and what they stand for
+Parts = tuple[dict[str, Tensor], Tensor]
+ROUNDED = dict(num_bits=8, type="float", strategy="token", dynamic=True)
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FP4 = torch.cat((FP4, -FP4))
+
+
+def grouped(weight: Tensor, count: int) -> Tensor:
+    """(outputs, groups, inputs of a group); 0: one group for all outputs."""
+    return weight.unflatten(1, (count, -1)) if count else weight[None].flatten(1)[None]
+
+
+def in_fp8(weight: Tensor, count: int = 1, dtype: torch.dtype = torch.bfloat16) -> Parts:
+    """count: groups of a row; 0: one scale for all."""
+    x = grouped(weight, count)
+    scales = (x.abs().amax(-1, keepdim=True) / 448).to(dtype)
+    numbers = (x / scales.float()).to(torch.float8_e4m3fn)
+    found = numbers.float() * scales.float()
+    return {"weight": numbers.view(weight.shape), "weight_scale": scales[..., 0] if count else (
+        scales.view(1)), "input_scale": torch.ones(1)}, found.view(weight.shape)
+
+
+def in_int8(weight: Tensor, count: int = 1, has_zeros: bool = False) -> Parts:
+    x = grouped(weight, count)
+    scales = (x.abs().amax(-1, keepdim=True) / 100).bfloat16()
+    zeros = torch.randint(-20, 20, scales.shape) if has_zeros else torch.zeros(scales.shape)
+    numbers = (x / scales.float() + zeros).round().clamp(-128, 127)
+    found = {"weight": numbers.to(torch.int8).view(weight.shape), "weight_scale": scales[..., 0]}
+    if has_zeros:
+        found["weight_zero_point"] = zeros[..., 0].to(torch.int8)
+    return found, ((numbers - zeros) * scales.float()).view(weight.shape)
+
+
+def in_fp4(weight: Tensor, size: int, name: str = "weight_packed") -> Parts:
+    """In groups of 16 inputs: NVFP4; of 32: MXFP4. ModelOpt multiplies by the second scale."""
+    x = weight.unflatten(1, (-1, size))
+    scales = x.abs().amax(-1, keepdim=True) / 6
+    if size == 32:
+        stored = scales.log2().round().to(torch.int32) + 127
+        own, more = torch.exp2(stored - 127.0), {}
+        stored = stored.to(torch.uint8)
+    else:
+        whole = 448 / scales.amax().view(1)
+        stored = (scales * whole).to(torch.float8_e4m3fn)
+        own, more = stored.float() / whole, {"weight_global_scale": whole}
+        if name == "weight":
+            own, more = stored.float() * (1 / whole), {"weight_scale_2": (1 / whole)[0]}
+    numbers = ((x / own)[..., None] - FP4).abs().argmin(-1).to(torch.uint8)
+    words = numbers.view(weight.shape)
+    return {name: words[:, ::2] | words[:, 1::2] << 4, "weight_scale": stored[..., 0]} | more, (
+        FP4[numbers.int()] * own).view(weight.shape)
+
+
+def in_auto_round(weight: Tensor, version: int = 1) -> Parts:
+    groups = weight.unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(-1) / 7).half()
+    zeros = torch.randint(6, 10, scales.shape)
+    numbers = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).long()
+    found = (numbers - zeros[..., None]) * scales.float()[..., None]
+    stored = in_gptq(numbers.view(weight.shape), zeros, scales, bits=4, version=version)
+    return {name: each.contiguous() for name, each in stored.items()}, found.view(weight.shape)
+
+
+def compressed(stored: str, kind: str = "float", bits: int = 8, **weights: Any) -> dict[str, Any]:
+    entries: dict[str, Any] = compressed_config(bits, type=kind, group_size=None) | dict(
+        format=stored)
+    entries["config_groups"]["group_0"]["weights"] |= weights
+    entries["config_groups"]["group_0"]["input_activations"] = ROUNDED
+    return entries
+
+
+STATIC = compressed("float-quantized", strategy="tensor") | dict(kv_cache_scheme=ROUNDED)
+NVFP4 = compressed("nvfp4-pack-quantized", bits=4, strategy="tensor_group", group_size=16)
+AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_gptq", bits=4,
+                  group_size=32, sym=False, extra_config={"lm_head": dict(bits=16)})
+# as config.json has it, and as hf_quant_config.json
+MODELOPT = dict(quant_method="modelopt", quant_algo="NVFP4", config_groups=dict(
+    group_0=dict(input_activations=dict(num_bits=4, group_size=16))))
+OLD_MODELOPT = dict(quant_method="modelopt", quantization=dict(
+    quant_algo="FP8", kv_cache_quant_algo="FP8"))
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "FP8 dynamic": (in_fp8, compressed("float-quantized", strategy="channel")),
+    "FP8 static": (lambda weight: in_fp8(weight, 0, torch.float32), STATIC),
+    "FP8 groups": (lambda weight: in_fp8(weight, 2), compressed(
+        "naive-quantized", strategy="group", group_size=64)),
+    "W8A8": (in_int8, compressed("int-quantized", "int", strategy="channel")),
+    "W8A8 zeros": (lambda weight: in_int8(weight, 2, True), compressed(
+        "int-quantized", "int", strategy="group", group_size=64, symmetric=False)),
+    "NVFP4": (lambda weight: in_fp4(weight, 16), NVFP4),
+    "MXFP4": (lambda weight: in_fp4(weight, 32), compressed(
+        "mxfp4-pack-quantized", bits=4, strategy="group", group_size=32)),
+    "FBGEMM": (lambda weight: in_fp8(weight, 1, torch.float32), dict(
+        quant_method="fbgemm_fp8", activation_scale_ub=1200.0)),
+    "ModelOpt": (lambda weight: in_fp4(weight, 16, "weight"), MODELOPT),
+    "ModelOpt FP8": (lambda weight: in_fp8(weight, 0, torch.float32), OLD_MODELOPT),
+    "AutoRound": (in_auto_round, AUTO_ROUND),
+    "AutoRound zeros": (lambda weight: in_auto_round(weight, 2), AUTO_ROUND | dict(
+        packing_format="auto_round"))}
+# each weight in the next one of three forms
+MIXED = ["W8A8", "FP8 groups", "NVFP4"]
+MIXED_CONFIG = compressed("mixed-precision") | dict(config_groups={
+    name: FORMS[name][1]["config_groups"]["group_0"] | dict(format=FORMS[name][1]["format"])
+    for name in MIXED})
+
+# they differ little from others
+SLOW = ["FP8 groups", "FBGEMM", "ModelOpt FP8", "AutoRound zeros"]
+
+
+@pytest.fixture
+def make_scaled(make_model, tmp_path):
+    """Rounds the linears of a model and its copy; the parts of a weight are in two files."""
+    def made(name: str, architecture: str = "Qwen3", **changes: Any) -> tuple[Path, Any]:
+        source, model = make_model(architecture, **dict(
+            hidden_size=128, intermediate_size=128, num_hidden_layers=2, head_dim=64) | changes)
+        folder = shutil.copytree(source, tmp_path / "scaled")
+        tensors = load_file(folder / "model.safetensors")
+        state = model.state_dict()
+        names = MIXED if name == "mixed" else [name]
+        entries = MIXED_CONFIG if name == "mixed" else FORMS[name][1]
+        for i, key in enumerate([key for key in tensors if "_proj.weight" in key]):
+            parts, found = FORMS[names[i % len(names)]][0](tensors.pop(key))
+            tensors |= {key.removesuffix("weight") + end: part.contiguous()
+                        for end, part in parts.items()}
+            if "qweight" not in parts:
+                # of a KV cache, which is not rounded
+                tensors[key.replace("weight", "k_scale")] = torch.ones(())
+            before, _, own = key.partition(".experts.")
+            if not own:
+                state[key].copy_(found)
+                continue
+            number, part, _ = own.split(".")
+            whole = "down_proj" if part == "down_proj" else "gate_up_proj"
+            half = 1 if part == "up_proj" else 0
+            own = state[f"{before}.experts.{whole}"][int(number)]
+            (own if part == "down_proj" else own.chunk(2)[half]).copy_(found)
+        (folder / "model.safetensors").unlink()
+        index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(sorted(tensors))}
+        for file in {*index.values()}:
+            save_file({key: tensors[key] for key in tensors if index[key] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        change_config(folder, quantization_config=entries)
+        return folder, model
+    return made
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+                                  for name in (*FORMS, "mixed")])
+def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
+    folder, model = make_scaled(name)
+    wanted = expected(model)
+    assert generated(folder, kernels=False) == wanted
+    assert generated(folder, model_impl="transformers") == wanted
+    with LLM(folder, **OPTIONS) as llm:
+        # of those that are fused, one for all; one product cannot combine FP8 and others
+        assert len(linears_of(llm)) == (8 if name != "mixed" else 6)
+        layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
+        assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
+    assert generated(folder) == wanted
+    is_said = "quantization_config are left out: activations and the KV cache stay in float32" in (
+        caplog.text)
+    assert is_said != name.startswith("AutoRound")
+
+
+@pytest.mark.parametrize("name", [
+    "NVFP4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FP8 dynamic", "W8A8"))])
+def test_another_family(make_scaled, name):
+    """One that transformers computes."""
+    folder, model = make_scaled(name, "Olmo2")
+    assert generated(folder) == expected(model)
+    with LLM(folder, **OPTIONS) as llm:
+        linears: Any = [each for each in llm.engine.runner.model.layers.modules()
+                        if isinstance(each, torch.nn.Linear)]
+        assert sum(len(each.packed_parts) for each in linears if each.is_quantized) == 14
+
+
+@pytest.mark.parametrize("name", ["NVFP4", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("FP8 dynamic", "W8A8 zeros", "MXFP4"))])
+def test_experts(make_scaled, name):
+    folder, model = make_scaled(
+        name, "Qwen3Moe", hidden_size=128, moe_intermediate_size=128, num_experts=4,
+        num_experts_per_tok=2, decoder_sparse_step=1)
+    wanted = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+    assert generated(folder) == wanted
+    with LLM(folder, **OPTIONS) as llm:
+        layers = [each for each in llm.engine.runner.model.layers.modules()
+                  if isinstance(each, Experts)]
+        linears = [linear for layer in layers for each in layer.experts
+                   for linear in (each.gate_up_proj, each.down_proj)]
+        assert len(linears) == 16
+        assert all(isinstance(each, QuantizedLinear) and each.is_quantized for each in linears)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FP8 dynamic", "W8A8", "NVFP4", "mixed"])
+def test_in_bfloat16(make_scaled, name, caplog):
+    """The bits of a row do not depend on the schedule, and nothing is dequantized."""
+    folder, model = make_scaled(name)
+    compiling.warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        found = [generated(folder, **BFLOAT16 | options) for options in (
+            {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1))]
+    assert all(each == found[0] for each in found)
+    assert bool([line for line in caplog.messages if "dequantized" in line]) == (name == "mixed")
+    with LLM(folder, **BFLOAT16) as llm:
+        wanted = model.model.layers[1].mlp.down_proj.weight.bfloat16()
+        assert torch.equal(llm.engine.runner.model.layers[1].mlp.down_proj.weight, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W8A8", "NVFP4"])
+def test_scales_that_multiply_sums(make_scaled, name):
+    folder, model = make_scaled(name)
+    assert generated(folder, quantization="compressed-tensors_sums") == expected(model)
+
+
+def test_scales_of_fp8_cannot_multiply_sums(make_scaled):
+    folder, _ = make_scaled("FP8 dynamic")
+    with pytest.raises(ValueError, match="must be without '_sums' for compressed-tensors"):
+        LLM(folder, quantization="compressed-tensors_sums", **OPTIONS)
+
+
+def test_only_the_cache_is_quantized(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    entries = dict(quant_method="compressed-tensors", config_groups={}, kv_cache_scheme=ROUNDED)
+    change_config(folder, quantization_config=entries)
+    assert generated(folder) == generated(tiny)
+
+
+def test_outputs_that_fill_no_block():
+    """Powers of two are padded with zeros, which are no such powers."""
+    numbers = torch.randint(256, (96, 64), dtype=torch.uint8)
+    exponents = torch.randint(110, 125, (96, 4), dtype=torch.uint8)
+    found: Any = scaled(numbers, exponents, {})
+    part: Any = packed.pack(found, torch.float32)
+    rows = packed.rows_of(part, torch.arange(96), 128, torch.float32)
+    assert torch.equal(rows, found.dequantized())
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 1), (2, 32), (2, 1, 1), (2,), (1,), ()], ids=str)
+def test_the_matrices_of_many_experts(shape):
+    """One scale for each output, for each matrix or for all, and one above all of a matrix."""
+    numbers = torch.randint(-128, 128, (2, 32, 32), dtype=torch.int8)
+    scales = torch.rand(shape)
+    wanted = scales.reshape(*shape, *[1] * (3 - len(shape)))
+    assert torch.equal(scaled(numbers, scales, {}), numbers * wanted)
+
+
+def test_blocks_in_four_dimensions():
+    numbers, scales = torch.ones(64, 96).to(torch.float8_e4m3fn), torch.rand(2, 1, 3, 1)
+    found: Any = scaled(numbers, scales, {})
+    wanted = scales[:, 0, :, 0].repeat_interleave(32, 0).repeat_interleave(32, 1)
+    assert torch.equal(found.dequantized(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp4"])
+def test_act_order(kind):
+    """The files say to which group an input belongs."""
+    weight = torch.randn(32, 64)
+    parts, _ = {"int8": lambda: in_int8(weight, 4), "fp8": lambda: in_fp8(weight, 4),
+                "fp4": lambda: in_fp4(weight, 16)}[kind]()
+    order = torch.randperm(64)
+    groups = torch.arange(4).repeat_interleave(16)[order]
+    numbers, scales = parts["weight_packed" if kind == "fp4" else "weight"], parts["weight_scale"]
+    plain: Any = scaled(numbers, scales, {})
+    found: Any = scaled(numbers, scales, {}, groups=groups)
+    wanted = plain._replace(scales=torch.ones_like(scales.float())).dequantized()
+    halves = 0.5 if kind == "fp4" else 1
+    assert torch.equal(found.dequantized(), wanted * (scales.float()[:, groups] * halves))
+    assert packed.pack(found, torch.float32) is None
+
+
+def test_a_type_without_scales_is_refused():
+    with pytest.raises(ValueError, match="dtype of a weight with scales=torch.bfloat16 .* must be"):
+        scaled(torch.ones(32, 64).bfloat16(), torch.ones(1), {})
+
+
+@pytest.mark.parametrize("stored, weights, symmetric", [
+    ("float-quantized", dict(num_bits=8, type="float", strategy="channel"), True),
+    ("float-quantized", dict(num_bits=8, type="float", strategy="block",
+                             block_structure=[40, 96]), True),
+    ("int-quantized", dict(num_bits=8, strategy="channel"), True),
+    ("int-quantized", dict(num_bits=8, strategy="group", group_size=64), False),
+    ("nvfp4-pack-quantized", dict(num_bits=4, type="float", strategy="tensor_group",
+                                  group_size=16), True),
+    ("mxfp4-pack-quantized", dict(num_bits=4, type="float", strategy="group",
+                                  group_size=32), True)], ids=str)
+def test_compressed_tensors_by_its_package(tmp_path, stored, weights, symmetric):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], format=stored, weights=QuantizationArgs(
+        symmetric=symmetric, **weights))
+    rows, columns = weights.get("block_structure") or (
+        1, weights.get("group_size") or 256)
+    counts = -(-96 // rows), -(-256 // columns)
+    given = {"weight": torch.randn(96, 256) * 0.05, "weight_scale": torch.rand(counts) / 900}
+    if not symmetric:
+        given["weight_zero_point"] = torch.randint(-50, 50, counts, dtype=torch.int8)
+    if weights["num_bits"] == 4:
+        given["weight_scale"] = torch.rand(counts) + 1
+    if columns == 16:
+        given["weight_global_scale"] = torch.rand(1) + 50
+    kind = BaseCompressor.get_value_from_registry(stored)
+    tensors = kind.compress(given, scheme)
+    file = tmp_path / "model.safetensors"
+    save_file({f"own.{name}": each.contiguous() for name, each in tensors.items()}, file)
+    entries = dict(config_groups=dict(group_0=dict(weights=weights)))
+    found = open_scaled(Index([file]), entries, file)["own.weight"].read()
+    wanted = kind.decompress(tensors, scheme)["weight"]
+    assert torch.equal(found.to(wanted.dtype), wanted)
