@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+# Nothing that imports make is garbage, and looking for it would take a third of their time.
+gc.disable()
 # Two test processes share the cores, each with two threads: one that waits must not spin. This has
 # to be said before torch loads its OpenMP.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "2", "NUMBA_NUM_THREADS": "2"}
@@ -75,6 +77,10 @@ def what_stays_is_no_garbage() -> None:
     """A search for garbage need not look at all that has been imported: it takes 0.2 seconds."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
