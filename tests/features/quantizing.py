@@ -172,18 +172,15 @@ def drawn(bits: int, shape: tuple[int, int], group: int, symmetric: bool, groups
     if groups is None:
         groups = torch.arange(inputs) // group
     # in float64: each product is exact, and then rounded once
-    weight = torch.empty(shape, dtype=torch.float64)
-    for i, g in enumerate(groups.tolist()):
-        weight[:, i] = (numbers[:, i] - zeros[:, g]) * scales[:, g].double()
+    weight = (numbers - zeros[:, groups]) * scales.double()[:, groups]
     return numbers, zeros, scales, weight.float()
 
 
 def in_words(numbers: Tensor, bits: int) -> Tensor:
     """(rows, columns) to (rows, columns * bits / 32) int32; the lowest bits first, rest unused."""
     each = 32 // bits
-    words = torch.zeros(len(numbers), -(-numbers.shape[1] // each), dtype=torch.int64)
-    for column in range(numbers.shape[1]):
-        words[:, column // each] |= numbers[:, column] << bits * (column % each)
+    columns = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % each))
+    words = (columns.unflatten(1, (-1, each)) << bits * torch.arange(each)).sum(2)
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
 
 

@@ -82,7 +82,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "attention.key_length": 64, RMS: "rms_norm_eps", "attention.temperature_scale": 0.25,
         "rope.scaling.yarn_log_multiplier": 0.5}),
     "gpt 2": ("gpt2", "GPT2", dict(
-        n_inner=256, num_key_value_heads=4, rope_parameters=LOCAL), {MEAN: "layer_norm_epsilon"}),
+        n_inner=256, num_attention_heads=16, num_key_value_heads=16, rope_parameters=LOCAL), {
+        MEAN: "layer_norm_epsilon"}),
     "mistral small 3": ("mistral3", "Mistral", dict(head_dim=64, sliding_window=None), {
         "attention.key_length": 64, RMS: "rms_norm_eps"})}
 # GPT-2 has no linears

@@ -825,7 +825,7 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     line in the log. With AVX2, 32 outputs fill two blocks."""
     lines: list[str] = []
     monkeypatch.setattr("nanoengine_extensions.quantized.modules.warn_once", lines.append)
-    options = dict(num_attention_heads=1, num_key_value_heads=1, hidden_size=256, head_dim=32)
+    options = dict(num_attention_heads=2, num_key_value_heads=1, hidden_size=256, head_dim=32)
     path, model = make_gguf(["Q8_0"], "Qwen3", **options)
     with LLM(path, **OPTIONS) as llm:
         names = {name for name, module in llm.engine.runner.model.named_modules()

@@ -170,11 +170,12 @@ def test_tokens_are_those_of_the_model(tmp_path, drawn, expected, form):
 def test_in_bfloat16_sums_are_scaled(tmp_path, drawn, form):
     """The scales are powers of two, so the weight is the same; schedules do not matter."""
     path = WRITERS[form](tmp_path, *drawn)
-    found = [generated(path, **BFLOAT16 | options) for options in (
+    options_of_all = BFLOAT16 | dict(block_size=16)
+    found = [generated(path, **options_of_all | options) for options in (
         {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
         dict(quantization="mxfp4_sums" if form == "safetensors" else "gguf_sums"))]
     assert all(each == found[0] for each in found)
-    with LLM(path, **BFLOAT16) as llm:
+    with LLM(path, **options_of_all) as llm:
         linears = [each for each in llm.engine.runner.model.layers.modules()
                    if isinstance(each, QuantizedLinear)]
         assert len(linears) == 2 * 4 * 2
