@@ -74,11 +74,12 @@ def compile_cached(jit: Any, function: Any) -> Any:
 
     Where the cache cannot be read or written, it warns, and compiles without a cache.
     """
-    # numba looks for changes only in the function's own file, not in those of its callees
+    # numba looks for changes only in the function's own file, not in those of its callees. Each
+    # kernel gets files of its own: numba's index is wrong if two processes add to it at once
     folders = {Path(__file__).parent, Path(function.__code__.co_filename).parent}
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
-    sources = b"".join(file.read_bytes() for file in files)
-    version = f"{zlib.crc32(sources):08x}-{int(numba.config.OPT)}"  # type: ignore
+    parts = sorted(file.read_bytes() for folder in folders for file in folder.glob("*.py"))
+    parts.append(numba.core.serialize.dumps([c.cell_contents for c in function.__closure__ or ()]))
+    version = f"{zlib.crc32(b''.join(parts)):08x}-{int(numba.config.OPT)}"  # type: ignore
     function.__qualname__ = f"{function.__name__}-{version}"
     folder = f"{Path(__file__).parent}/__pycache__ or the user's cache folder"
     try:

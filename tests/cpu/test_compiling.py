@@ -14,15 +14,15 @@ from nanoengine_cpu.memory import limit_threads
 from nanoengine_cpu.vectors import array_at, numbers_at
 
 
-def compile_double():
+def compile_double(factor: int = 2):
     """Compiles a small kernel; returns what it makes of an array."""
-    def double(phase, threads, arguments_at):
+    def multiply(phase, threads, arguments_at):
         at, size = numbers_at(arguments_at, 2)
         numbers = array_at(at, size, np.float32)
         for i in compiling.take_tasks(size, 1, arguments_at):
-            numbers[i] *= 2
+            numbers[i] *= factor
 
-    compiled = compiling.compile_kernel(double)
+    compiled = compiling.compile_kernel(multiply)
     numbers = torch.ones(3)
     compiling.Program(compiled(numbers.data_ptr(), 3)).run()
     return numbers.tolist()
@@ -102,6 +102,23 @@ def test_a_first_compilation_says_that_it_compiles(cache, caplog):
             caplog.clear()
             compile_double()
             assert [message[:30] for message in caplog.messages] == expected
+
+
+@pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")
+def test_kernels_that_are_compiled_at_once_do_not_replace_each_other(cache, monkeypatch):
+    """As if two processes saved their kernels, while both had found an empty cache."""
+    kind = compiling.numba.core.caching.IndexDataCacheFile
+    save, saved = kind._save_data, []
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "_load_index", lambda self: {})
+        patched.setattr(kind, "_save_data", lambda *arguments: saved.append(arguments))
+        for factor in (2, 3):
+            assert compile_double(factor) == [factor] * 3
+    # the first to write the index is the last to write the code
+    for arguments in reversed(saved):
+        save(*arguments)
+    for factor in (2, 3):
+        assert compile_double(factor) == [factor] * 3
 
 
 @pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")
