@@ -175,7 +175,7 @@ class LLM(nanoengine.LLM):
         self.max_logprobs = -1 if max_logprobs is None else max_logprobs
         options.setdefault("num_kv_blocks", num_gpu_blocks_override)
         if logits_processors:
-            raise rejected("logits_processors", logits_processors, "given in SamplingParams")
+            raise rejected("logits_processors", logits_processors, "functions in SamplingParams")
         self.chat_template = chat_template
         # a file or, with a brace or a line break, the template itself
         if chat_template is not None and not {*"{}\n"} & {*str(chat_template)}:

@@ -76,7 +76,7 @@ def deepseek2(header: Any) -> dict[str, Any]:
     """
     count = header.find("deepseek2.expert_count", 0)
     if not count:
-        raise rejected("the file's expert_count", count, "at least 1: others are not read")
+        raise rejected("the file's expert_count", count, "at least 1, as in a model with experts")
     name = "attention.temperature_scale"
     header.accept(name, header.find(f"deepseek2.{name}", 0.0), [0.0])
     is_flash = len(header.find("tokenizer.ggml.tokens", [])) == 154880
