@@ -59,16 +59,16 @@ def pytest_collection_modifyitems(items: list) -> None:
 # What these test is the same with any number of threads, and two of them, which wait for each other
 # in every step, take a quarter more time. How kernels and engines use threads is for the others:
 # all of cpu/, test_batch_invariant, test_random_requests, test_model, test_llm, test_concurrency,
-# test_quantized, test_transformers_models…
+# test_shared_steps, test_quantized, test_transformers_models…
 ONE_THREAD = {"test_async_llm", "test_batch", "test_beam_search", "test_chat", "test_constraints",
               "test_engine", "test_features", "test_gguf_families", "test_gguf_families_dense",
               "test_gguf_families_experts", "test_gguf_families_more", "test_gpu_costs",
               "test_gpu_path", "test_lab", "test_logits_processors", "test_logprobs",
               "test_metrics", "test_own_policies", "test_policies", "test_quantized_bitsandbytes",
               "test_quantized_fp8", "test_quantized_mxfp4", "test_quantized_transformers",
-              "test_recipes", "test_requests", "test_scheduler", "test_scores",
-              "test_shared_steps", "test_speculation", "test_strict", "test_structured_outputs",
-              "test_swapping", "test_terminal", "test_texts", "test_tool_calls", "test_vllm"}
+              "test_recipes", "test_requests", "test_scheduler", "test_scores", "test_speculation",
+              "test_strict", "test_structured_outputs", "test_swapping", "test_terminal",
+              "test_texts", "test_tool_calls", "test_vllm"}
 
 
 @pytest.fixture(autouse=True, scope="module")
