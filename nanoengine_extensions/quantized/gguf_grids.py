@@ -24,7 +24,7 @@ from torch import Tensor
 # the bytes of a block of 256 inputs
 SIZES = {"IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110, "IQ1_S": 50,
          "IQ1_M": 56}
-# the scale of a group is an odd number times this; otherwise times 1
+# what the numbers of a grid are multiplied by, and otherwise 1; the scale of a group is then odd
 FACTORS = {"IQ2_XXS": 1 / 8, "IQ2_XS": 1 / 8, "IQ2_S": 1 / 8, "IQ3_XXS": 1 / 4}
 # for eight bits, a byte each: 8 for a bit that is set
 EIGHTS = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1) * 8
