@@ -257,7 +257,7 @@ class LLM(AbstractContextManager):
                     self.entered[first.request_id] = first
                     self.engine.add(self.arrived.popleft().seq)
                 # other threads can drop more meanwhile; requests of another engine are ignored
-                dropped = [self.dropped.popleft() for _ in [*self.dropped]]
+                dropped = [self.dropped.popleft() for _ in self.dropped.copy()]
                 dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
                 if dropped:
                     self.engine.abort({each.request_id for each in dropped})

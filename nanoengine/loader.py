@@ -70,8 +70,8 @@ def check_supported(config: PretrainedConfig) -> None:
 
     check("architectures", config.architectures, [[name] for name in ARCHITECTURES])
     check("model_type", config.model_type, [*FAMILIES])
-    num_left = config.num_attention_heads % max(1, config.num_key_value_heads)
-    check("num_attention_heads % num_key_value_heads", num_left, [0])
+    rest = config.num_attention_heads % max(1, config.num_key_value_heads)
+    check("num_attention_heads % num_key_value_heads", rest, [0])
     for name, usual in USUAL.items():
         check(name, getattr(config, name, usual), [usual])
     # positions are int32

@@ -155,7 +155,7 @@ class Constraints(Feature):
             seq.needs_tokens |= bool(found.bad_words)
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """The copy shares the constraint, which never takes in the copy's guesses."""
+        """The copy shares the constraint. Its guesses are never taken in."""
         copy.kept["constraints"] = seq.kept.get("constraints")
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:

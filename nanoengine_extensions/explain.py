@@ -126,7 +126,7 @@ ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
     "quant_config.json, hf_quant_config.json or compression_config)", 'completed: config.json must '
-    'have these entries under "quantization_config", with a "quant_method": "gptq" or "modelopt"')
+    'have these under "quantization_config", with a "quant_method": "gptq", "awq" or "modelopt"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",

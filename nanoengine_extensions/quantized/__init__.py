@@ -43,7 +43,8 @@ SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*methods.ROWS,)
 # vLLM's names of methods, most with the name of a kernel
-MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt"}
+MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
+          **dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt")}
 CONDITIONS: list[Condition] = [
     ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN, *MARLIN),
      f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}; with '{SUMS}', scales "

@@ -57,10 +57,11 @@ class Grouped(NamedTuple):
         return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
 
     def width(self) -> int:
-        """Returns the most bits of a number minus its zero, without a sign."""
+        """Returns how many bits a kernel multiplies scales by: those of a number minus its zero,
+        and of 384, which expanding.py subtracts from numbers of 8 bits."""
         if self.zeros is not None:
             return 9
-        return max(abs(int(each)) for each in self.numbers.aminmax()).bit_length()
+        return max(2, *(abs(int(each)).bit_length() for each in self.numbers.aminmax()))
 
     def zero(self) -> Tensor | int:
         """Returns the zeros of the positive numbers, or one number if all zeros are equal."""

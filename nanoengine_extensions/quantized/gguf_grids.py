@@ -60,7 +60,7 @@ def rows_of(kind: str) -> Tensor:
 
 def bits_of(words: Tensor, shifts: range, count: int) -> Tensor:
     """Returns `count` bits of each word, from each of these places on, one after the other."""
-    return (words[..., None] >> torch.tensor(shifts) & 2**count - 1).flatten(-2)
+    return (words[..., None] >> torch.tensor(shifts, device="cpu") & 2**count - 1).flatten(-2)
 
 
 def words_of(raw: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ STORED = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized
           "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
 TYPES = ["int 4", "int 8", "float 4", "float 8"]
 # of ModelOpt
-ALGORITHMS = [None, "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4",
+ALGORITHMS = ["", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4",
               "MXFP8", "MIXED_PRECISION"]
 # of AutoRound: the format that its files have
 PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
@@ -51,7 +51,9 @@ def gptq_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
     for number, group in (c.get("config_groups") or {}).items():
-        weights = group.get("weights") or {}
+        # such as one that rounds only what attention gets
+        if not (weights := group.get("weights")):
+            continue
         name = f"config_groups.{number}"
         yield f"{name}.format", group.get("format") or c.get("format"), STORED
         kind = f"{weights.get('type', 'int')} {weights.get('num_bits')}"
@@ -61,22 +63,28 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "transform_config", (c.get("transform_config") or {}).get("config_groups") or None, [None]
 
 
+def algorithm_of(c: dict[str, Any]) -> str:
+    return str(c.get("quant_algo") or "").upper()
+
+
 def modelopt_rows(c: dict[str, Any]) -> Iterator[Row]:
     # the second one as in hf_quant_config.json
     for each in (c, c.get("quantization") or {}):
-        yield "quant_algo", each.get("quant_algo"), ALGORITHMS
+        yield "quant_algo", algorithm_of(each), ALGORITHMS
         for name, layer in (each.get("quantized_layers") or {}).items():
-            yield f"quantized_layers[{name!r}].quant_algo", layer.get("quant_algo"), ALGORITHMS
+            yield f"quantized_layers[{name!r}].quant_algo", algorithm_of(layer), ALGORITHMS
 
 
 def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
-    yield "packing_format", c.get("packing_format"), [*PACKING]
+    yield "packing_format", c.get("packing_format") or "auto", [*PACKING]
+    yield "data_type", str(c.get("data_type") or "int")[:3], ["int"]
     yield "act_bits", c.get("act_bits") or 16, [16, 32]
     yield "rotation_config", c.get("rotation_config") or c.get("spinquant_config"), [None]
     yield from ROWS["awq" if gptq_format(c) == "awq" else "gptq"](c)
     # others than 4 and 8 bits: modules that are left out
     for name, changes in (c.get("extra_config") or {}).items():
         yield f"extra_config[{name!r}].bits", changes.get("bits", 4), [4, 8, 16, 32]
+        yield f"extra_config[{name!r}].act_bits", changes.get("act_bits") or 16, [16, 32]
 
 
 def bitsandbytes_rows(c: dict[str, Any]) -> Iterator[Row]:
@@ -108,4 +116,7 @@ def check(entries: dict[str, Any]) -> None:
 def left_out(entries: dict[str, Any]) -> set[str]:
     """Returns the names of entries, also within others, that ask for rounded activations."""
     found = {name for name in ACTIVATIONS if entries.get(name)}
+    # all but these round activations
+    if algorithm_of(entries) not in ("", "W4A16_NVFP4", "FP8_PB_WO", "MIXED_PRECISION"):
+        found.add("quant_algo")
     return found.union(*(left_out(each) for each in entries.values() if isinstance(each, dict)))

@@ -30,7 +30,8 @@ from nanoengine_extensions.quantized.stored import (
 SCALES = ("_scale_inv", "_scale")
 PARTS = (*SCALES, "_scale_2", "_global_scale", "_zero_point", "_shape", "_g_idx")
 # scales of what is not rounded here
-OTHERS = re.compile(r"(input|output|activation|kv|[qkv])_(global_)?(scale|scale_ub|zero_point)$")
+OTHERS = re.compile(r"(\.|_proj_|prob_)(input|output|activation|kv|[qkv])_(global_)?"
+                    r"(scale|scale_ub|zero_point)$")
 # what a weight is, by the type of its numbers
 KINDS = {"F8_E4M3": "FP8", "I8": "INT8", "U8": "FP4", "I32": "INT4 or INT8"}
 
@@ -52,6 +53,8 @@ def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
                 shape = index.read(f"{weight}_shape").tolist()
             opened[weight] = Stored(kind, shape, partial(read, index, name, scale, entries))
         elif not OTHERS.search(name) and not owners.intersection(index.files):
+            if tensor.is_quantized:
+                raise rejected(name, tensor.kind, f"beside its scale, {weight}{SCALES[1]}")
             opened[name] = tensor
     return opened
 
@@ -86,6 +89,8 @@ def scaled(numbers: Tensor, scales: Tensor, entries: dict[str, Any], zeros: Tens
     # ModelOpt's are (blocks of outputs, 1, blocks of inputs, 1)
     scales = with_dims(scales[:, 0, :, 0] if scales.ndim == 4 else scales, numbers.ndim)
     if numbers.ndim > 2:
+        if zeros is not None or groups is not None:
+            raise ValueError("matrices of several experts have zeros or an order of inputs")
         parts = zip(numbers, scales.expand(len(numbers), -1, -1))
         found: Any = [scaled(*each, entries) for each in parts]
         return torch.stack([each.dequantized() for each in found])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from nanoengine_extensions.quantized import methods
 from nanoengine_extensions.quantized.expert_files import add_experts
 from nanoengine_extensions.quantized.stored import ROUNDED, Opened, Stored
 
@@ -20,7 +21,21 @@ def load(tensors: Opened, kind: Any, folder: object, config: Any,
 
     tensors: by the names in the files
     """
-    return from_tensors(in_order(tensors, kind, config), kind, config, **options)
+    tensors = in_order(tensors, kind, config)
+    causal, found = from_tensors(tensors, kind, config, **options)
+    check_parts(tensors, found)
+    return causal, found
+
+
+def check_parts(tensors: Opened, found: dict[str, Any]) -> None:
+    """Raises ValueError for a tensor beside a quantized weight that nothing reads: it can change
+    what the weight stands for."""
+    modules = {name.rpartition(".")[0] for name, each in tensors.items() if each.is_quantized}
+    for name in sorted(found["unexpected_keys"]):
+        module, _, own = name.rpartition(".")
+        # some tools give all linears a bias
+        if module in modules and own != "bias":
+            raise ValueError(f"{name} is not known: {methods.INSTEAD}")
 
 
 def from_tensors(tensors: dict[str, Any], kind: Any, config: Any,

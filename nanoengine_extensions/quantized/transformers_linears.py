@@ -31,7 +31,7 @@ from nanoengine_extensions.quantized.modules import (
     are_one, in_packed_form, one_matrix, packed_class, without_weight)
 from nanoengine_extensions.quantized.origins import Origin
 from nanoengine_extensions.quantized.stored import Opened, Stored
-from nanoengine_extensions.quantized.transformers_files import from_tensors, in_order
+from nanoengine_extensions.quantized.transformers_files import check_parts, from_tensors, in_order
 from nanoengine_extensions.quantized.transformers_modules import Embedding, Linear
 from nanoengine_extensions.transformers_models.modules import exchange
 
@@ -60,6 +60,7 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
         # its memory
         del causal, experts
         given |= {name: tensors[name] for name in gone}
+    check_parts(tensors, found)
     with torch.device("cpu"):
         known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
         others: dict[nn.Module, nn.Module] = {}

@@ -918,6 +918,21 @@ def test_scales_of_many_bits_have_no_packed_form():
     assert packed.pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
 
 
+@pytest.mark.parametrize("most, bits", [(1, 22), (3, 22), (31, 19), (127, 17), (128, 16)])
+def test_scales_of_more_bits_with_smaller_numbers(most, bits):
+    """As many as leave all products exact, those with 384 in the kernel, too."""
+    weight = draw(64, 64, *PACKED["Q8_0"])
+    numbers = torch.randint(-most, min(most, 127) + 1, (64, 64))
+    numbers[0, 0] = -most
+    for count, is_packed in ((bits, True), (bits + 1, False)):
+        scales = torch.randint(2**(count - 1), 2**count, weight.scales.shape) | 1
+        found = weight._replace(numbers=numbers.to(torch.int8), scales=scales * 2.0**(-count - 6))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert (packed.pack(found, dtype) is not None) == is_packed
+            if is_packed:
+                compare_products([found], dtype, (1, 4, 20))
+
+
 def test_numbers_of_more_than_6_bits_with_lows_have_no_packed_form():
     weight = draw(64, 64, *PACKED["Q5_1"])
     for most, is_packed in ((63, True), (64, False)):

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine_cpu import compiling
 from nanoengine_extensions.experts import Experts
-from nanoengine_extensions.quantized import packed
+from nanoengine_extensions.quantized import methods, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 from nanoengine_extensions.quantized.scaled_files import open_scaled, scaled
 from nanoengine_extensions.quantized.stored import Index
@@ -302,6 +302,65 @@ def test_act_order(kind):
 def test_a_type_without_scales_is_refused():
     with pytest.raises(ValueError, match="dtype of a weight with scales=torch.bfloat16 .* must be"):
         scaled(torch.ones(32, 64).bfloat16(), torch.ones(1), {})
+
+
+def test_a_weight_without_its_scale_is_refused(make_scaled):
+    folder, _ = make_scaled("FP8 dynamic")
+    for file in folder.glob("*.safetensors"):
+        tensors = {name.replace("v_proj.weight_scale", "v_proj.scale_of_weight"): each
+                   for name, each in load_file(file).items()}
+        save_file(tensors, file)
+    for model_impl in ("native", "transformers"):
+        with pytest.raises(ValueError, match=r"v_proj.weight='F8_E4M3' .* its scale, model.*_scale"):
+            LLM(folder, model_impl=model_impl, **OPTIONS)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_what_changes_a_weight_is_never_dropped(make_scaled, kernels):
+    """Such as the scales of inputs that SmoothQuant and AWQ of ModelOpt have."""
+    folder, _ = make_scaled("W8A8", "Olmo2")
+    file = folder / "model-1.safetensors"
+    name = "model.layers.0.mlp.up_proj.pre_quant_scale"
+    save_file(load_file(file) | {name: torch.ones(128)}, file)
+    with pytest.raises(ValueError, match=f"{name} is not known"):
+        LLM(folder, kernels=kernels, **OPTIONS)
+
+
+@pytest.mark.parametrize("name, is_dropped", [
+    ("self_attn.k_proj.input_scale", True), ("self_attn.k_scale", True), ("attn.kv_scale", True),
+    ("experts.gate_up_proj_input_scale", True), ("self_attn.prob_output_scale", True),
+    ("q_proj.input_global_scale", True), ("o_proj.input_scale_ub", True),
+    ("altup.correct_output_scale", False), ("moe.block_scale", False), ("conv_scale", False)])
+def test_scales_that_do_not_belong_to_a_weight(tmp_path, name, is_dropped):
+    save_file({name: torch.ones(2)}, file := tmp_path / "model.safetensors")
+    assert (name not in open_scaled(Index([file]), {}, file)) == is_dropped
+
+
+def test_matrices_of_experts_with_zeros_are_refused():
+    with pytest.raises(ValueError, match="have zeros"):
+        scaled(torch.ones(2, 8, 16, dtype=torch.int8), torch.ones(2, 8), {}, torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("entries, left_out", [
+    (compressed("float-quantized") | dict(config_groups={
+        "group_0": compressed("float-quantized")["config_groups"]["group_0"],
+        "group_1": dict(targets=["LlamaAttention"], weights=None, input_activations=ROUNDED)}),
+     {"input_activations"}),
+    (dict(quant_method="modelopt", quant_algo="fp8_pb_wo"), set()),
+    (dict(quant_method="modelopt", quant_algo="NVFP4"), {"quant_algo"}),
+    ({name: value for name, value in AUTO_ROUND.items() if name != "packing_format"}, set())],
+    ids=str)
+def test_entries_that_are_accepted(entries, left_out):
+    methods.check(entries)
+    assert methods.left_out(entries) == left_out
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(data_type="mx_fp"), "data_type"), (dict(act_bits=8), "act_bits"),
+    (dict(extra_config={"lm_head": dict(bits=4, act_bits=8)}), "lm_head.*act_bits")])
+def test_entries_of_auto_round_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        methods.check(AUTO_ROUND | changes)
 
 
 @pytest.mark.parametrize("stored, weights, symmetric", [
