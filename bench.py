@@ -158,7 +158,7 @@ ENGINES = {"nanoengine": run_nanoengine, "hf": run_hf, "vllm": run_vllm}
 def measure(engine: str, args: Namespace, workload: Workload, after_imports: int) -> Figures:
     """One run of one engine, from loading to freeing."""
     gc.collect()  # left over from the engine before
-    with suppress(OSError):  # resets Linux's peak of the engine before
+    with suppress(OSError):  # resets the peak that Linux recorded for the previous engine
         Path("/proc/self/clear_refs").write_text("5")
     figures: Figures = {"output_tokens_per_second": 0.0}  # the first line of the table
     figures |= ENGINES[engine](args, workload, warm_up_for(workload))

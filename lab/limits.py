@@ -119,7 +119,7 @@ def steps_between(num_seqs: int, computed: int, length: int, config: EngineConfi
 def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, float]]:
     """Returns times, products' times and limits of the steps that fit the cache.
 
-    kinds: how many sequences go from how many tokens to how many
+    kinds: (number of sequences, tokens before, tokens after)
     """
     runner = llm.engine.runner
     runner.blocks.zero_()  # makes the system provide all of its memory

@@ -248,7 +248,7 @@ class PagedAttention(nn.Module):
 
     @cached_property
     def head_norms(self: Any) -> tuple[Tensor, float]:
-        """Returns weights and eps. They are kept, because calls contain the address."""
+        """Returns weights and eps. They are kept, because calls contain the weights' address."""
         ones = torch.ones(self.head_dim, dtype=torch.float32, device="cpu")
         weights = [getattr(norm, "weight", ones).float() for norm in (self.q_norm, self.k_norm)]
         return torch.stack(weights), getattr(self.q_norm, "eps", -1.0)

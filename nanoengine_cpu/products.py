@@ -70,7 +70,7 @@ SUMS = 2 * MOST_ROWS * BLOCK
 SOON = 2**11 if HAS_TILES else 2**10
 # up to this many rows do not prefetch it: AMD's CPUs predict what they read (measured on Zen 4)
 FEW = 4 if has("avx512f") and has("clzero") else 0
-# on registers, it is prefetched once every EVERY words of a row
+# in registers, it is prefetched once every EVERY words of a row
 EVERY = 1 if has("avx512f") else LANES
 
 

@@ -142,7 +142,7 @@ OTHERS: tuple[Kind, ...] = (
     # for a quantization_config, the extension `quantized` says what it reads
     (lambda c: c["quantization"] and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
-     "a {families} model, or model_impl='transformers' given"))
+     "a {families} model, or loaded with model_impl='transformers'"))
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
     (lambda c: c["quantization"], *UNREAD), ELSEWHERE,

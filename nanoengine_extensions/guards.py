@@ -68,7 +68,8 @@ def warn_of_slower_attention(runner: Any) -> None:
         except (ImportError, AttributeError) as error:
             logger.warning(f"flash-attn is not used: {error}")
     if runner.backend == "gather":
-        logger.warning(f"slow attention for {runner.dtype} on {runner.device}")
+        logger.warning(f"slow attention for {runner.dtype} on {runner.device}: "
+                       "no kernel computes it")
 
 
 def can_run(scheduler: Scheduler) -> bool:

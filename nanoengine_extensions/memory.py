@@ -1,6 +1,6 @@
 """How much memory is left for the KV cache. The runner calls this, unless num_kv_blocks is given.
 
-On a CPU it is a quarter of the free memory, or of what a container has left. On a GPU it is
+On a CPU it is at most a quarter of the free memory, or of what a container has left. On a GPU it is
 measured, not guessed: the weights are loaded, all CUDA graphs are captured, and the largest step
 runs once. The KV cache gets the rest of `gpu_memory_utilization`.
 """

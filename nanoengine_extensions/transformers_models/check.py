@@ -215,7 +215,7 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
                 raise
             logger.info(f"transformers' own modules stay, since with others: {error}")
             exchange(causal, {new: old for old, new in others.items()})
-    # their memory
+    # frees their memory
     inputs.clear()
     others.clear()
     optimize_modules(causal, runner)
