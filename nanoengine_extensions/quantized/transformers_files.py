@@ -21,15 +21,14 @@ def load(tensors: Opened, kind: Any, folder: object, config: Any,
 
     tensors: by the names in the files
     """
-    tensors = in_order(tensors, kind, config)
-    causal, found = from_tensors(tensors, kind, config, **options)
+    causal, found = from_tensors(in_order(tensors, kind, config), kind, config, **options)
     check_parts(tensors, found)
     return causal, found
 
 
 def check_parts(tensors: Opened, found: dict[str, Any]) -> None:
     """Raises ValueError for a tensor beside a quantized weight that nothing reads: it can change
-    what the weight stands for."""
+    what the weight stands for. tensors: by the names in the files"""
     modules = {name.rpartition(".")[0] for name, each in tensors.items() if each.is_quantized}
     for name in sorted(found["unexpected_keys"]):
         module, _, own = name.rpartition(".")

@@ -42,7 +42,7 @@ Places = list[tuple[Any, str]]
 def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, config: Any,
                 dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Like `transformers_files.load`. dtype: the model's dtype; by_sums: see kernel.py"""
-    tensors = in_order(tensors, kind, config)
+    of_files, tensors = tensors, in_order(tensors, kind, config)
     # origins cannot be made in this mode
     with torch.inference_mode(False):
         given = {name: origin_of(each, dtype) for name, each in tensors.items()}
@@ -60,7 +60,7 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
         # its memory
         del causal, experts
         given |= {name: tensors[name] for name in gone}
-    check_parts(tensors, found)
+    check_parts(of_files, found)
     with torch.device("cpu"):
         known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
         others: dict[nn.Module, nn.Module] = {}

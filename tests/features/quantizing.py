@@ -294,6 +294,28 @@ def change_config(folder: Path, **entries) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def put(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
+    """Gives a model a weight of the files: transformers has one tensor for all experts."""
+    before, _, own = name.partition(".experts.")
+    if not own:
+        state[name].copy_(weight)
+        return
+    number, part, _ = own.split(".")
+    if part == "down_proj":
+        state[f"{before}.experts.down_proj"][int(number)] = weight
+    else:
+        halves = state[f"{before}.experts.gate_up_proj"][int(number)].chunk(2)
+        halves[part == "up_proj"].copy_(weight)
+
+
+def linears_of_experts(llm) -> list[Any]:
+    # only here: other tests need no such feature
+    from nanoengine_extensions.experts import Experts
+    return [linear for layer in llm.engine.runner.model.layers.modules()
+            if isinstance(layer, Experts) for each in layer.experts
+            for linear in (each.gate_up_proj, each.down_proj)]
+
+
 def linears_of(llm) -> list[QuantizedLinear]:
     """Those whose weights are packed."""
     return [module for module in llm.engine.runner.model.modules()

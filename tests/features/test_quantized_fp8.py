@@ -12,7 +12,8 @@ import torch
 from conftest import greedy_reference
 from fake_gpu import FakeGpu
 from quantizing import (
-    BFLOAT16, GREEDY, OPTIONS, PROMPTS, change_config, expected, generated, linears_of)
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, change_config, expected, generated, linears_of,
+    linears_of_experts, put)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -124,30 +125,19 @@ def test_experts(make_model, tmp_path):
     for name, weight in [*tensors.items()]:
         if "_proj.weight" in name:
             tensors[name], scales[f"{name}_scale_inv"], found = rounded(weight, BLOCK)
-            before, _, own = name.partition(".experts.")
-            if not own:
-                state[name].copy_(found)
-                continue
-            number, part, _ = own.split(".")
-            if part == "down_proj":
-                state[f"{before}.experts.down_proj"][int(number)] = found
-            else:
-                rows = slice(0, 64) if part == "gate_proj" else slice(64, 128)
-                state[f"{before}.experts.gate_up_proj"][int(number), rows] = found
+            put(state, name, found)
     folder = shutil.copytree(source, tmp_path / "experts")
     save_file(tensors | scales, folder / "model.safetensors", metadata={"format": "pt"})
     change_config(folder, quantization_config=ENTRIES)
     wanted = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
     assert generated(folder) == wanted
     with LLM(folder, **OPTIONS) as llm:
-        layers = [each for each in llm.engine.runner.model.layers.modules()
-                  if isinstance(each, Experts)]
-        linears = [linear for layer in layers for each in layer.experts
-                   for linear in (each.gate_up_proj, each.down_proj)]
+        linears = linears_of_experts(llm)
         assert len(linears) == 16
         assert all(isinstance(each, QuantizedLinear) and each.is_quantized for each in linears)
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert all(layer.calls is not None for layer in layers)
+        assert all(layer.calls is not None for layer in llm.engine.runner.model.layers.modules()
+                   if isinstance(layer, Experts))
 
 
 def test_every_number():

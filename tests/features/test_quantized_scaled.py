@@ -16,13 +16,12 @@ import torch
 from conftest import greedy_reference
 from quantizing import (
     BFLOAT16, OPTIONS, PROMPTS, change_config, compressed_config, expected, generated, in_gptq,
-    linears_of)
+    linears_of, linears_of_experts, put)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine_cpu import compiling
-from nanoengine_extensions.experts import Experts
 from nanoengine_extensions.quantized import methods, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 from nanoengine_extensions.quantized.scaled_files import open_scaled, scaled
@@ -132,6 +131,8 @@ MIXED_CONFIG = compressed("mixed-precision") | dict(config_groups={
     name: FORMS[name][1]["config_groups"]["group_0"] | dict(format=FORMS[name][1]["format"])
     for name in MIXED})
 
+EXPERTS = dict(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
+               decoder_sparse_step=1)
 # they differ little from others
 SLOW = ["FP8 groups", "FBGEMM", "ModelOpt FP8", "AutoRound zeros"]
 
@@ -154,15 +155,7 @@ def make_scaled(make_model, tmp_path):
             if "qweight" not in parts:
                 # of a KV cache, which is not rounded
                 tensors[key.replace("weight", "k_scale")] = torch.ones(())
-            before, _, own = key.partition(".experts.")
-            if not own:
-                state[key].copy_(found)
-                continue
-            number, part, _ = own.split(".")
-            whole = "down_proj" if part == "down_proj" else "gate_up_proj"
-            half = 1 if part == "up_proj" else 0
-            own = state[f"{before}.experts.{whole}"][int(number)]
-            (own if part == "down_proj" else own.chunk(2)[half]).copy_(found)
+            put(state, key, found)
         (folder / "model.safetensors").unlink()
         index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(sorted(tensors))}
         for file in {*index.values()}:
@@ -206,16 +199,11 @@ def test_another_family(make_scaled, name):
 @pytest.mark.parametrize("name", ["NVFP4", *(
     pytest.param(name, marks=pytest.mark.slow) for name in ("FP8 dynamic", "W8A8 zeros", "MXFP4"))])
 def test_experts(make_scaled, name):
-    folder, model = make_scaled(
-        name, "Qwen3Moe", hidden_size=128, moe_intermediate_size=128, num_experts=4,
-        num_experts_per_tok=2, decoder_sparse_step=1)
+    folder, model = make_scaled(name, "Qwen3Moe", **EXPERTS)
     wanted = [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
     assert generated(folder) == wanted
     with LLM(folder, **OPTIONS) as llm:
-        layers = [each for each in llm.engine.runner.model.layers.modules()
-                  if isinstance(each, Experts)]
-        linears = [linear for layer in layers for each in layer.experts
-                   for linear in (each.gate_up_proj, each.down_proj)]
+        linears = linears_of_experts(llm)
         assert len(linears) == 16
         assert all(isinstance(each, QuantizedLinear) and each.is_quantized for each in linears)
 
@@ -316,11 +304,12 @@ def test_a_weight_without_its_scale_is_refused(make_scaled):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_what_changes_a_weight_is_never_dropped(make_scaled, kernels):
+@pytest.mark.parametrize("architecture, module", [("Olmo2", "mlp"), ("Qwen3Moe", "mlp.experts.3")])
+def test_what_changes_a_weight_is_never_dropped(make_scaled, architecture, module, kernels):
     """Such as the scales of inputs that SmoothQuant and AWQ of ModelOpt have."""
-    folder, _ = make_scaled("W8A8", "Olmo2")
+    folder, _ = make_scaled("W8A8", architecture, **EXPERTS if "experts" in module else {})
     file = folder / "model-1.safetensors"
-    name = "model.layers.0.mlp.up_proj.pre_quant_scale"
+    name = f"model.layers.0.{module}.up_proj.pre_quant_scale"
     save_file(load_file(file) | {name: torch.ones(128)}, file)
     with pytest.raises(ValueError, match=f"{name} is not known"):
         LLM(folder, kernels=kernels, **OPTIONS)
