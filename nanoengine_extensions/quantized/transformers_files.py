@@ -27,10 +27,12 @@ def load(tensors: Opened, kind: Any, folder: object, config: Any,
 
 
 def check_parts(tensors: Opened, found: dict[str, Any]) -> None:
-    """Raises ValueError for a tensor beside a quantized weight that nothing reads: it can change
-    what the weight stands for. tensors: by the names in the files"""
-    modules = {name.rpartition(".")[0] for name, each in tensors.items() if each.is_quantized}
-    for name in sorted(found["unexpected_keys"]):
+    """Raises ValueError for a tensor that nothing reads beside a quantized weight of the model: it
+    can change what the weight stands for. tensors: by the names in the files"""
+    unused = found["unexpected_keys"]
+    modules = {name.rpartition(".")[0] for name, each in tensors.items()
+               if each.is_quantized and name not in unused}
+    for name in sorted(unused):
         module, _, own = name.rpartition(".")
         # some tools give all linears a bias
         if module in modules and own != "bias":

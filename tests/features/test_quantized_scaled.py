@@ -315,6 +315,18 @@ def test_what_changes_a_weight_is_never_dropped(make_scaled, architecture, modul
         LLM(folder, kernels=kernels, **OPTIONS)
 
 
+def test_modules_that_the_model_does_not_have(make_scaled, caplog):
+    """Such as layers that guess further tokens, and those for images: a line names them."""
+    folder, model = make_scaled("W8A8", "Olmo2")
+    file = folder / "model-1.safetensors"
+    parts, _ = in_int8(torch.randn(128, 128))
+    tensors = {f"model.layers.9.up_proj.{end}": each.contiguous() for end, each in parts.items()}
+    tensors["model.layers.9.up_proj.pre_quant_scale"] = torch.ones(128)
+    save_file(load_file(file) | tensors, file)
+    assert generated(folder) == expected(model)
+    assert "transformers does not use ['model.layers.9.up_proj.pre_quant_scale'" in caplog.text
+
+
 @pytest.mark.parametrize("name, is_dropped", [
     ("self_attn.k_proj.input_scale", True), ("self_attn.k_scale", True), ("attn.kv_scale", True),
     ("experts.gate_up_proj_input_scale", True), ("self_attn.prob_output_scale", True),
