@@ -61,9 +61,8 @@ class EngineConfig:
         "flash-attn", "triton" or "varlen" on a GPU; "gather" on both; "auto": the fastest that
         works here.
     kernels: if False, only the plain PyTorch code of model.py, attention.py and sampler.py runs.
-        It is slow, but a debugger stops on the lines that you read.
-    run_ahead: launch a step before the tokens of the previous step are known; the tokens stay the
-        same.
+        It is slow, but a debugger can stop at any line that you read.
+    run_ahead: launch a step before the previous step's tokens are known; results do not change.
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
     batch_invariant: guarantee that a request's logits and tokens have the same bits whatever runs
         with it, and however it was chunked, preempted or cached. On a CPU with packed weights this

@@ -94,7 +94,7 @@ def widths(size: int, longest: int) -> list[int]:
 
 
 def padded(batch: Batch, size: int) -> Batch:
-    """Returns a decode step with dummy sequences at its end, which use block 0."""
+    """Returns a decode step padded with dummy sequences, which use block 0."""
     dummy = Sequence("", [0], 1, 1)
     missing = range(len(batch), size)
     return Batch(sequences=batch.sequences + [dummy] * len(missing),

@@ -5,11 +5,11 @@ A feature plugs into the engine in one of four ways:
 
     an observer    a `Feature`: the engine calls it when something happens, and it may edit logits:
                    see observers.py
-    a function     in a table by name, or a user's own: see policies.py
+    a function     named in a table, or a user's own: see policies.py
     a slot         replaces one part: the block manager, the runner, the weights, …
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
-`EngineConfig` and `SamplingParams` have the options of all features; `of` names the feature.
+`EngineConfig` and `SamplingParams` have every feature's options; `of` names the feature.
 `extension` imports a feature by its name, when it is asked for.
 
 The engine itself refuses input that would hang it, silently give wrong results, or fail in the

@@ -220,7 +220,7 @@ class LLM(AbstractContextManager):
         return [*updated.values()]
 
     def _queue(self, requests: list[Request]) -> None:
-        """Lets the next step of any thread add these requests to the engine."""
+        """Queues these requests: the next step of any thread adds them."""
         # only for its checks: this does not take the lock
         self.turn()
         if self.engine.runner is None:

@@ -201,7 +201,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
             names = opened(file, framework="pt").keys()
             # rope_table computes inv_freq
             for name in [each for each in names if not each.endswith("inv_freq")]:
-                # opened for each tensor: until a mapped file is closed, its pages count as memory
+                # opened per tensor: a mapped file's pages count as used memory until it is closed
                 tensor = opened(file, framework="pt").get_slice(name)
                 target = missing.pop(name.removeprefix("model."))
                 loaded = read(tensor, target)
@@ -217,7 +217,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
 
 
 def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:
-    """Gives both modules one matrix, whichever of its two names the checkpoint has.
+    """Makes both modules share a matrix, under whichever name the checkpoint has.
 
     As in transformers, a checkpoint with two different matrices keeps both, with a warning.
     """

@@ -199,8 +199,8 @@ class ModelRunner:
             for feature in self.features.values():
                 feature.drawn(rows, logits, tokens[part])
         # A step has more rows than last_sampled only when forks begin; then the next step waits for
-        # their tokens. For NO_TOKEN, the next step computes token 0; that sequence has ended, so
-        # the result is dropped.
+        # their tokens. The next step reads NO_TOKEN as token 0; that sequence has ended, so the
+        # result is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

@@ -30,7 +30,7 @@ class Feature:
         """Called once the `Engine` is complete; not for a feature that a later request loads.
 
         Keep only a weak reference: a strong one would keep the engine's memory in use. Raises
-        ValueError for options that it cannot serve."""
+        ValueError for options that it cannot use."""
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
         """The caller's thread turns these sequences into a request. A feature that edits their

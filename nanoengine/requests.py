@@ -214,7 +214,7 @@ class InputProcessor:
         priorities = one_for_each(priority or 0, count)
         parsed = [self.parse(f"prompts[{place}]", *each)
                   for place, each in enumerate(zip(prompts, all_params))]
-        # a call that is refused up to here uses no request ids
+        # a call refused before this line uses no request ids
         checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
         # all requests of the call share it
         inbox: dict[str, Request] = {}

@@ -10,7 +10,7 @@ blocks, but not tensors or text. The policies are functions in policies.py.
                │   or computed again                      │
                └──────────────── preempt ─────────────────┘
                  to the front; loses its blocks, keeps its tokens; what was computed is swapped
-                 out, or dropped (the prefix cache may still have it later)
+                 out, or dropped (the prefix cache may still hold it)
 """
 
 from bisect import insort_left, insort_right

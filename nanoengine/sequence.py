@@ -78,7 +78,7 @@ class Sequence:
     block_hashes: list[tuple[bytes, bytes]] = fresh(list)
     # how many of its tokens had been computed when it was last preempted
     num_preempted_tokens: int = fresh(int)
-    # the other completions of the prompt (n > 1), which begin with its first generated token
+    # the other completions of the prompt (n > 1), which begin once the prompt is computed
     forks: list["Sequence"] = fresh(list)
     kept: dict[str, Any] = fresh(dict)
     finish_reason: str | None = fresh()

@@ -27,7 +27,7 @@ query sees them until a later step overwrites them.
 Edits of logits look at the tokens so far, so the row after a guess has a copy of its sequence with
 the guess (`_after`). Where a grammar forces a text, this text is the guess.
 
-How many guesses are worth computing? `StepCosts` knows how long a step of each size takes on this
+How many guesses are worth checking? `StepCosts` knows how long a step of each size takes on this
 machine, and `odds` how often recent guesses of each sequence and each kind were right: a lookup
 that has found eight tokens is right more often than one that has found two. A guess is computed
 only if it raises the expected number of tokens a second (`_worthwhile`). The decision can depend on

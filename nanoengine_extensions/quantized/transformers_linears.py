@@ -6,7 +6,7 @@ model the matrix belongs. Then the matrices are read and packed one by one.
 
     linears, embeddings       their numbers stay packed
     experts                   they become linears: see the extension experts.py
-    others                    dequantized: such as Conv1D of GPT-2, and linears whose weight the
+    others                    dequantized: such as GPT-2's Conv1D, and linears whose weight the
                               model reads directly
     no origin is left         transformers has merged or cast such matrices in another way:
                               the model is loaded again, with their dequantized numbers
