@@ -156,8 +156,8 @@ class BlockManager:
     # --------------------------------------------------------------------- prefix cache
 
     def find_shared(self, seq: Sequence, parent: Sequence | None = None) -> list[int]:
-        """Returns the blocks that a sequence can share: its parent's full ones, or the cached blocks
-        of its prefix, up to the first one that is not cached.
+        """Returns the blocks that a sequence can share: its parent's full ones, or the cached
+        blocks of its prefix, up to the first one that is not cached.
 
         A hit never covers the last token, since its logits are needed. So if a cached prompt ends
         with a full block, this block is computed again, into a twin: no sequence ever writes to a
