@@ -11,7 +11,7 @@ that is read. The constants are those of Llama-3-8B on an A100, or measured on t
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ class SimulatedRunner:
         self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
         features = Features()
         features["Metrics"] = Metrics(lambda: self.now)
-        self.engine = Engine(config, self, features)
+        self.engine = Engine(config, cast(Any, self), features)
 
     def launch(self, batch: Batch) -> Launched:
         began = self.now

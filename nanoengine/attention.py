@@ -84,8 +84,8 @@ def flash_attention(query: Tensor, cache: Tensor, window: int | None, step: Step
 def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
     """Whether `flash_attention` works. It does not if the package is absent, was built for another
     version of PyTorch, or is flash-attn 4, whose functions differ."""
-    is_possible = device == "cuda" and dtype != torch.float32
-    return is_possible and hasattr(optional("flash_attn"), "flash_attn_with_kvcache")
+    fits = device == "cuda" and dtype != torch.float32
+    return fits and hasattr(optional("flash_attn"), "flash_attn_with_kvcache")
 
 
 def has_numba(device: str, dtype: torch.dtype) -> bool:

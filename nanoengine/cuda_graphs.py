@@ -90,7 +90,7 @@ def widths(size: int, longest: int) -> list[int]:
     With few sequences, FlashAttention 2 splits the keys among the cores of a GPU, in parts that
     depend on the width of the table: short sequences in a wide table would leave most cores idle.
     """
-    return [longest, *(each for each in (8192, 2048) if each < longest and size < 32)]
+    return [longest, *(w for w in (8192, 2048) if w < longest and size < 32)]
 
 
 def padded(batch: Batch, size: int) -> Batch:
@@ -99,4 +99,4 @@ def padded(batch: Batch, size: int) -> Batch:
     missing = range(len(batch), size)
     return Batch(sequences=batch.sequences + [dummy] * len(missing),
                  starts=batch.starts + [0] * len(missing), num_tokens=[1] * size,
-                 sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])
+                 sampled=batch.sampled + [Row(i, dummy, 1) for i in missing])

@@ -23,13 +23,12 @@ by advancing the step in flight, and collects its tokens before it returns.
 Optional features observe these steps: see observers.py.
 """
 
-from typing import Any
-
 import torch
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension
+from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
 from nanoengine.policies import find_policy
 from nanoengine.scheduler import Scheduler
@@ -50,15 +49,15 @@ class Engine:
     no other calls.
     """
 
-    def __init__(self, config: EngineConfig, runner: Any, features: Features) -> None:
+    def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features) -> None:
         self.config = config
         self.runner = self.launcher = runner
         self.features = features
         self.scheduler = Scheduler(make_block_manager(config, runner), config)
         if config.speculation != "none":
-            self.launcher = extension("speculation").Speculation(config, runner, features)
+            self.launcher = guesser = extension("speculation").Speculation(config, runner, features)
             # steps whose tokens are already known come first
-            self.scheduler.fill = self.launcher.around(self.scheduler.fill)
+            self.scheduler.fill = guesser.around(self.scheduler.fill)
         # a policy can also be an observer
         if isinstance(self.scheduler.victim, Feature):
             features["Victim"] = self.scheduler.victim
@@ -79,7 +78,7 @@ class Engine:
         on the host (`Sequence.is_awaited`) is left out of the next step, and so runs only every
         other step. If there are many of them, this call launches no step.
         """
-        if self.runner is None:
+        if not self.runner:
             raise RuntimeError("the LLM is closed: make a new one")
         if not self.config.run_ahead:
             return self._collect(self._launch())
@@ -87,8 +86,8 @@ class Engine:
         if before:
             # its tokens join their sequences as pending tokens
             self.scheduler.advance(before.batch)
-        has_to_wait = before and self._has_to_wait_for(before.batch)
-        self.in_flight = None if has_to_wait else self._launch()
+        must_wait = before and self._must_wait_for(before.batch)
+        self.in_flight = None if must_wait else self._launch()
         return self._collect(before)
 
     def _launch(self) -> Launched | None:
@@ -100,7 +99,7 @@ class Engine:
             feature.scheduled(batch)
         return self.launcher.launch(batch) if batch else None
 
-    def _has_to_wait_for(self, batch: Batch) -> bool:
+    def _must_wait_for(self, batch: Batch) -> bool:
         """Whether the next step must wait for the tokens of this batch.
 
         An awaited sequence runs only every other step. If a quarter of the sequences are
@@ -140,12 +139,12 @@ class Engine:
         """Frees the runner's memory; a later step raises RuntimeError."""
         if self.runner:
             self.runner.close()
-        self.runner = self.launcher = None
+        self.runner = self.launcher = None  # type: ignore
         # does nothing without a GPU
         torch.cuda.empty_cache()
 
 
-def make_block_manager(config: EngineConfig, runner: Any) -> BlockManager:
+def make_block_manager(config: EngineConfig, runner: ModelRunner) -> BlockManager:
     """Returns the manager of a runner's blocks, and of its pool on the host if there is one."""
     longest = runner.max_model_len
     policy = find_policy("kv_allocation", config.kv_allocation)

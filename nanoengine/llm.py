@@ -223,7 +223,7 @@ class LLM(AbstractContextManager):
         """Queues these requests: the next step of any thread adds them."""
         # only for its checks: this does not take the lock
         self.turn()
-        if self.engine.runner is None:
+        if not self.engine.runner:
             raise RuntimeError("the LLM is closed: make a new one")
         self.arrived += requests
 

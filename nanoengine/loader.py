@@ -158,7 +158,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
         path, own, kind = f".{name}".rsplit(".", 2)
         module = model.get_submodule(f"{path}.{own}"[1:])
         parts = getattr(module, "parts", {own: len(parameter)})
-        for part, rows in zip(parts, parameter.split(list(parts.values()))):
+        for part, rows in zip(parts, parameter.split([*parts.values()])):
             targets[f"{path}.{part}.{kind}"[1:]] = rows
     return targets
 

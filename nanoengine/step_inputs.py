@@ -90,7 +90,7 @@ class StepInputs:
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
         """Returns views of the arrays in a buffer (`to_buffer`), on its device."""
-        parts = buffer.split([num_words for *_, num_words in shape.layout])
+        parts = buffer.split([count for *_, count in shape.layout])
         draws, *views = (part.view(getattr(torch, dtype)).view(size)
                          for part, (dtype, size, _) in zip(parts, shape.layout))
         return cls(buffer, *shape[1:], Draws(*draws), *views)
