@@ -1,4 +1,4 @@
-"""Guards: refuse guarantees that an engine cannot keep, and policies that would hang it.
+"""Guards: refuse guarantees that an engine cannot keep, and policies that would break it.
 
 An observer of requests and steps.
 """
@@ -53,6 +53,9 @@ class Guards(Feature):
         """A step can preempt all its sequences; after it, a policy has to run something."""
         self.num_idle = 0 if batch else self.num_idle + 1
         scheduler = self.scheduler
+        if batch and len({*map(id, batch.sequences)}) < len(batch):
+            raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} must give `build` each "
+                               "sequence once: a second time, it would get wrong tokens")
         if self.num_idle > 2 and can_run(scheduler):
             self.num_idle = 0
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} runs nothing, although "

@@ -35,6 +35,17 @@ def test_a_policy_that_forgets_a_running_sequence_ends_the_call(make_llm):
         check_idle(llm)
 
 
+def test_a_policy_that_runs_a_sequence_twice_ends_the_call(make_llm):
+    """It would get wrong tokens."""
+    def twice(scheduler):
+        return scheduler.build([*scheduler.running] * 2, admit=True)
+
+    with make_llm(num_kv_blocks=40, scheduling=twice) as llm:
+        with pytest.raises(RuntimeError, match="must give `build` each sequence once"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_idle(llm)
+
+
 @pytest.mark.parametrize("options, is_warned", [
     (dict(dtype="float16"), True), (dict(dtype="float16", attention_backend="gather"), False),
     (dict(kernels=False), False), (dict(), False)])
