@@ -57,7 +57,8 @@ class Feature:
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         """The tokens of these rows have been drawn. On a GPU, their values are not known yet.
 
-        logits: before any edit
+        logits: before any edit. With speculation, some rows follow a wrong guess: a later step
+            draws them again, unless the sequence has ended before their `position`.
         """
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
