@@ -7,6 +7,10 @@
 Comparisons: batching, memory, preemption, victims, prefix, sampling, overtaking, speculation. By
 default, 64 prompts of 16 to 256 tokens generate 16 to 256 each, with blocks for a third of them. A
 single run misleads: the table has the medians of three runs, and the lowest and highest.
+
+In the table, "idle" is the time between steps, when the device waits for Python; "kv used" is the
+share of blocks that sequences hold, and "kv waste" the share of their slots that is empty. A
+prefill step computes a prompt or a part of one, a decode step none.
 """
 
 import sys

@@ -40,8 +40,9 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """A copy with a few more tokens replaces a sequence in some rows of logits. Only
-        speculation makes such copies."""
+        """A copy with a few more tokens replaces a sequence in some rows of logits: give it what
+        `edit` needs. Only speculation makes such copies, and none of a sequence that a feature
+        without this method edits."""
 
     def scheduled(self, batch: Batch) -> None:
         """A step has been scheduled; it is empty if no sequence can run. A feature may add rows to
@@ -57,7 +58,8 @@ class Feature:
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         """The tokens of these rows have been drawn. On a GPU, their values are not known yet.
 
-        logits: before any edit
+        logits: before any edit. With speculation, some rows follow a wrong guess: a later step
+            draws them again, unless the sequence has ended before their `position`.
         """
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:

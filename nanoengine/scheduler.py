@@ -100,8 +100,9 @@ class Scheduler:
         preempted none.
         """
         manager = self.block_manager
-        size = manager.block_size
-        lacking = [seq for seq in candidates if len(seq.token_ids) > len(seq.block_table) * size]
+        # a sequence without blocks still waits: it cannot run, even if a policy chose it
+        lacking = [seq for seq in candidates
+                   if 0 < len(seq.block_table) * manager.block_size < len(seq.token_ids)]
         has_room = len(lacking) <= manager.num_free_blocks
         while len(lacking) > manager.num_free_blocks:
             with naming(f"preemption_victim={self.victim} must return a running sequence"):

@@ -96,6 +96,7 @@ def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]
     num_finished = 0
     num_errors = 0
     num_bytes = 0
+    first, wrong = "", array("Q")
     with results.open("rb") as file:
         for place, line in enumerate(file, 1):
             if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
@@ -112,12 +113,17 @@ def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]
                 sys.exit(f"{results}, line {place} is damaged ({error}): {line[:60]!r}. Delete "
                          "this line: the same command then computes what was in it again.")
             if not 0 < number <= len(hashes) or hashes[number - 1] != line_hash:
-                sys.exit(f"{results}, line {place} is not the result of line {number} of {source}: "
-                         "one of them was edited, the model has changed, or the result is there "
-                         "twice. Undo the change, or choose a new --output-file.")
+                first = first or f"line {place} is not the result of line {number} of {source}"
+                wrong.append(place)
+                continue
             hashes[number - 1] = 0
             num_finished += 1
             num_bytes += len(line)
+    if wrong:
+        sys.exit(f"{results}, {first}: one of them was edited, the model has changed, or the "
+                 "result is there twice. Undo the change, or choose a new --output-file, or delete "
+                 f"all {len(wrong)} such lines of the results, which are then computed again: "
+                 + ", ".join(map(str, wrong[:99])) + ", …" * (len(wrong) > 99))
     os.truncate(results, num_bytes)
     return num_finished, num_errors
 

@@ -1,4 +1,4 @@
-"""Guards: refuse guarantees that an engine cannot keep, and policies that would hang it.
+"""Guards: refuse guarantees that an engine cannot keep, and policies that would break it.
 
 An observer of requests and steps.
 """
@@ -34,6 +34,7 @@ class Guards(Feature):
             warn_of_slower_attention(engine.runner)
         # with no cycle of references, a dropped engine frees its memory at once
         self.scheduler = weakref.proxy(engine.scheduler)
+        self.features = weakref.proxy(engine.features)
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         """Raises ValueError if one of the sequences could never run."""
@@ -50,9 +51,17 @@ class Guards(Feature):
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
 
     def scheduled(self, batch: Batch) -> None:
-        """A step can preempt all its sequences; after it, a policy has to run something."""
+        """A step can preempt all its sequences; after it, a policy has to run something.
+
+        A name in `edits` that no feature has would edit nothing."""
         self.num_idle = 0 if batch else self.num_idle + 1
         scheduler = self.scheduler
+        if batch and len({*map(id, batch.sequences)}) < len(batch):
+            raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} must give `build` each "
+                               "sequence once: a second time, it would get wrong tokens")
+        for seq, _ in batch.admitted if batch else ():
+            for name in {*seq.edits} - self.features.keys():
+                raise rejected("edits", name, f"the name of a class in {[*self.features]}")
         if self.num_idle > 2 and can_run(scheduler):
             self.num_idle = 0
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} runs nothing, although "

@@ -47,7 +47,7 @@ import torch
 from nanoengine.config import EngineConfig
 from nanoengine.features import Condition, naming
 from nanoengine.model_runner import ModelRunner
-from nanoengine.observers import Features
+from nanoengine.observers import Feature, Features
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Batch, Copies, Row, Sequence
 from nanoengine.step_inputs import Launched
@@ -243,9 +243,10 @@ class Speculation:
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
                        seq.max_num_tokens - position - 1)
             grammar = seq.kept.get("grammar")
-            # no guesses with a user's processors, which can have state, or for beams
-            is_alone = seq.params.logits_processors or (
-                seq.needs_tokens and not (grammar or seq.params.bad_words))
+            # no guesses for beams, nor where a feature can have a state that it gives to no copy: a
+            # user's processors, for example
+            is_alone = seq.needs_tokens and not (grammar or seq.params.bad_words) or any(
+                type(self.features[name]).fork is Feature.fork for name in seq.edits)
             odds = self.odds[seq]
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own

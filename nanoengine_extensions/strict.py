@@ -29,8 +29,10 @@ STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 # ---------------------------------------------------------------------------------- types
 
-# vLLM's shorthands: a string means a list with this string, None an empty list
-AS_LIST = BeforeValidator(lambda v: [] if v is None else [v] if isinstance(v, str) else v)
+# vLLM's shorthands: a string means a list with this string, None an empty list; a tuple has an
+# order, as a list
+AS_LIST = BeforeValidator(
+    lambda v: [] if v is None else [v] if isinstance(v, str) else [*v] if type(v) is tuple else v)
 DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
 # NumPy's and PyTorch's numbers are accepted like Python's
 NUMPY = BeforeValidator(lambda v: v.item() if getattr(v, "ndim", None) == 0 else v)
@@ -57,8 +59,7 @@ RULES: dict[str, Any] = {
     "stop": Texts,
     # as in vLLM, tuples and sets are accepted where the order means nothing: strict=False
     "stop_token_ids": Annotated[list[TokenId], Field(strict=False), AS_LIST, DISTINCT],
-    "logprobs": NumLogprobs | None,
-    "prompt_logprobs": NumLogprobs | None,
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), NumLogprobs | None),
     "prompt_logprobs_start": Int,
     "truncate_prompt_tokens": Annotated[Int, Field(ge=-1)] | None,
     "presence_penalty": Annotated[Float, Field(ge=-2, le=2)],

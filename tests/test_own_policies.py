@@ -53,6 +53,16 @@ def test_a_function_of_ones_own(make_llm, expected, name):
     assert own.calls[name] > 0
 
 
+@pytest.mark.parametrize("num_kv_blocks", [9, 100])
+def test_candidates_that_wait_are_left_out(make_llm, expected, num_kv_blocks):
+    def all_of_them(scheduler):
+        return scheduler.build([*scheduler.waiting, *scheduler.running], admit=True)
+
+    with make_llm(num_kv_blocks=num_kv_blocks, max_num_seqs=4, scheduling=all_of_them) as llm:
+        assert token_ids(generate(llm, PROMPTS)) == expected
+        check_idle(llm)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_entry_of_ones_own(make_llm, expected, monkeypatch, name):
     own = Own()

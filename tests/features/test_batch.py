@@ -613,6 +613,12 @@ def test_a_result_of_something_else_is_named(batch, tmp_path, line):
                   "line 2 is not the result of line .*requests: one")
 
 
+def test_all_results_of_edited_lines_are_named(batch, tmp_path):
+    """So that they can be deleted at once, and the others be kept."""
+    content = result(1) + result(2, "b") + result(3) + result(4, "16") + result(5)
+    check_refused(batch, tmp_path, content, "line 2 is not .*delete all 2 such lines .*: 2, 4$")
+
+
 def drop_finished(batch, folder: Path, content: str) -> tuple[int, int, list[int]]:
     target = folder / "results"
     target.write_text(content)

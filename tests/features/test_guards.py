@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import GREEDY, check_idle, generate, random_prompts
 
+from nanoengine.observers import Feature
 from nanoengine_extensions.guards import warn_of_slower_attention
 
 PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
@@ -32,6 +33,29 @@ def test_a_policy_that_forgets_a_running_sequence_ends_the_call(make_llm):
     with make_llm(scheduling=never_decode) as llm:
         with pytest.raises(RuntimeError, match="0 sequences are waiting"):
             llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+        check_idle(llm)
+
+
+def test_a_policy_that_runs_a_sequence_twice_ends_the_call(make_llm):
+    """It would get wrong tokens."""
+    def twice(scheduler):
+        return scheduler.build([*scheduler.running] * 2, admit=True)
+
+    with make_llm(num_kv_blocks=40, scheduling=twice) as llm:
+        with pytest.raises(RuntimeError, match="must give `build` each sequence once"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        check_idle(llm)
+
+
+def test_edits_of_a_feature_that_does_not_exist_are_refused(make_llm):
+    """A name that is spelled wrong would edit nothing."""
+    class Ban(Feature):
+        def enter(self, seqs, inputs):
+            seqs[0].edits += ("Bann",)
+
+    with make_llm(num_kv_blocks=8, features=[Ban()]) as llm:
+        with pytest.raises(ValueError, match="edits='Bann' is not accepted: .*'Ban'"):
+            llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
         check_idle(llm)
 
 

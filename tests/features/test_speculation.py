@@ -25,7 +25,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.features import ALWAYS
 from nanoengine.model_runner import ModelRunner
-from nanoengine.observers import Features
+from nanoengine.observers import Feature, Features
 from nanoengine.sequence import Sequence
 from nanoengine_extensions import speculation
 from nanoengine_extensions.speculation import PromptLookup, StepCosts
@@ -449,6 +449,34 @@ def test_the_processors_of_a_user_see_no_guess(small_llm, always):
     speculate(small_llm, lambda seq: [1, 2, 3])
     small_llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert len(calls) == 9 and small_llm.metrics()["guessed_tokens"] == 0
+
+
+class Favour(Feature):
+    """Edits with what it keeps of a sequence, which a fork begins without."""
+
+    def enter(self, seqs, inputs):
+        for seq in seqs:
+            seq.edits += (type(self).__name__,)
+            seq.kept["favour"] = 7
+
+    def edit(self, scores, seqs, last_sampled):
+        for row, seq in enumerate(seqs):
+            scores[row, seq.kept["favour"] + seq.num_tokens % 3] += 100
+
+
+class Shared(Favour):
+    def fork(self, seq, copy):
+        copy.kept["favour"] = seq.kept["favour"]
+
+
+@pytest.mark.parametrize("feature, is_guessed", [(Favour, False), (Shared, True)])
+def test_a_feature_that_shares_nothing_with_a_copy_sees_no_guess(
+        tiny, always, feature, is_guessed):
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8, features=[feature()],
+             speculation=lambda seq: [7 + (seq.num_tokens + i) % 3 for i in range(3)]) as llm:
+        output, = llm.generate([[5, 6, 7]], FREE, use_tqdm=False)
+        assert output.outputs[0].token_ids == [7, 8, 9] * 13 + [7]
+        assert bool(llm.metrics()["right_guesses"]) == is_guessed
 
 
 # ------------------------------------------------------------------------ what it costs

@@ -248,6 +248,8 @@ def test_other_collections_where_the_order_means_nothing(name, values):
         SamplingParams(**{name: dict.fromkeys(values)})
     with pytest.raises(ValueError, match="stop=.*valid list"):
         SamplingParams(stop={"a", "b"})
+    # a tuple has an order
+    assert SamplingParams(stop=("b", "a")).stop == ["b", "a"]
 
 
 def test_shorthands_and_numpy_numbers():
