@@ -22,7 +22,7 @@ WIDE = 90
 # the most of each; a feature is a file or a folder of the extensions
 DENSITY = {"width": 43.5, "wide": 0.06, "pairs": 2}
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1248},
+    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_cpu": {"lines": 1307},
     "nanoengine_gpu": {"lines": 465}, "bench.py": {"lines": 200}, "lab": {"lines": 700}}
 FEATURE: dict[str, float] = {"lines": 200}
 # several files, none above 200 lines: the formats of quantized files, and products with packed

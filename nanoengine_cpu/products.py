@@ -17,6 +17,9 @@
     in registers of AVX-512        64                    128                 6
     in registers of AVX2           16                    512                 4
 
+Where there are tiles, up to four rows are multiplied in registers all the same, in the order of
+tiles: such a product waits for the weight, which registers read faster.
+
 Rows are read from memory once, the weight once for each part. A part, at most 1 MiB, stays in the
 caches while the blocks go by. The weight of a slice, 32 KiB, stays in the L1 cache while the rows
 go by.
@@ -45,10 +48,11 @@ from nanoengine_cpu.attention import inverse_rms
 from nanoengine_cpu.compiling import compile_kernel, take_tasks
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.tiles import (
-    HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
+    HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, round_as_before,
+    round_as_tiles, store_sums)
 from nanoengine_cpu.vectors import (
-    DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, load, load_part,
-    numbers_at, prefetch, stack, store, store_part, where_less)
+    DTYPES, LANES, add_numbers, add_products, array_at, copy_rows, exp2, fill, has, inlined, load,
+    load_part, numbers_at, prefetch, stack, store, store_part, where_less)
 
 # registers hold the sums of STEP rows and BLOCK outputs
 STEP, BLOCK = (6, 4 * LANES) if has("avx512f") else (4, LANES)
@@ -66,6 +70,10 @@ MOST_WORDS = PART // LANES
 # both are on the stack of each thread: 1.3 MB at most
 COPY = PART + MOST_ROWS * LANES
 SUMS = 2 * MOST_ROWS * BLOCK
+# from this many rows on, tiles multiply, if there are any
+TILED = 5
+# for each of fewer rows, two sums of 32 outputs
+HELD_APART = (TILED - 1) * 4 * LANES
 # a few rows take little time: the weight is prefetched this many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
 # up to this many rows do not prefetch it: AMD's CPUs predict what they read (measured on Zen 4)
@@ -148,6 +156,43 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
                     word = fill(rows[np.uint64(r * line + j)])
                     store(held, i, add_products(word, numbers, load(held, i), per_word))
     copy_rows(held, BLOCK, sums, BLOCK, np.int64(count), BLOCK // LANES)
+
+
+@inlined()
+def add_few(rows, line, weight, piece, sums, count):
+    """The same in registers, for up to `count` rows, a constant, with the bits of tiles. These add
+    up the products of 16 first numbers, those of 16 second ones, and then both to the sum."""
+    place, depth, ahead, _ = piece
+    held = stack(HELD_APART)
+    saved = stack(2)
+    round_as_tiles(saved)
+    for start in range(0, depth, LANES):
+        for i in range(0, 4 * count * LANES, LANES):
+            store(held, i, fill(np.float32(0)))
+        for k in range(start, start + LANES):
+            for c in range(2):
+                at = (2 * k + c) * LANES
+                numbers = load(weight, place + at)
+                prefetch(weight, ahead + at)
+                for r in range(count):
+                    word = fill(rows[np.uint64(r * line + k)])
+                    for upper in range(2):
+                        i = (4 * r + 2 * c + upper) * LANES
+                        store(held, i, add_numbers(word, numbers, load(held, i), upper))
+        for i in range(0, 2 * count * LANES, LANES):
+            both = load(held, 2 * i) + load(held, 2 * i + LANES)
+            store(sums, i, load(sums, i) + both)
+    round_as_before(saved)
+
+
+@inlined(inline="always")
+def add_few_rows(rows, line, weight, piece, sums, size):
+    if size == 1:
+        add_few(rows, line, weight, piece, sums, 1)
+    elif size == 2:
+        add_few(rows, line, weight, piece, sums, 2)
+    else:
+        add_few(rows, line, weight, piece, sums, TILED - 1)
 
 
 @inlined(inline="always")
@@ -250,7 +295,9 @@ def product(dtype: torch.dtype) -> Callable:
         copy = array_at(space, COPY, np.float32)
         sums = array_at(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
-        begin_tiles(TILE_SIZES[min(LANES, rows)])
+        is_few = on_tiles and rows < TILED
+        if not is_few:
+            begin_tiles(TILE_SIZES[min(LANES, rows)])
         # each thread takes blocks about eight times
         for task in take_tasks(tasks, -(-tasks // (8 * threads)), arguments_at):
             block, begin = task % blocks, task // blocks * part
@@ -278,11 +325,15 @@ def product(dtype: torch.dtype) -> Callable:
                         copy_rows(bias[(half * blocks + block) * block_size:], 0, here, block_size,
                                   step, block_size // LANES)
                     piece = place, depth, ahead + r // stride * asked * depth, asked
-                    add_step(left, line, weight, piece, here, min(size - r, stride), on_tiles,
-                             per_word)
+                    if is_few:
+                        add_few_rows(left, line, weight, piece, here.ravel(), size)
+                    else:
+                        add_step(left, line, weight, piece, here, min(size - r, stride), on_tiles,
+                                 per_word)
                     if turn + 1 == halves * slices:
                         write_block(out, residual, begin + r, block * block_size, outputs,
                                     sums[:, r:min(r + stride, size)], halves)
-        end_tiles()
+        if not is_few:
+            end_tiles()
 
     return compile_kernel(kernel)

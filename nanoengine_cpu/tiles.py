@@ -64,6 +64,29 @@ def at(builder, array, first, line):
     return place, builder.mul(line, line.type(4))
 
 
+def access_mxcsr(builder, name, place):
+    """MXCSR says how a thread rounds in registers."""
+    if HAS_TILES:
+        pointer = builder.bitcast(place, ir.IntType(8).as_pointer())
+        call(builder, f"llvm.x86.sse.{name}", ir.VoidType(), pointer)
+
+
+@instruction(types.void)
+def round_as_tiles(builder, saved):
+    """From here on, subnormal numbers count as 0. saved: two words, of which `round_as_before`
+    reads the first."""
+    before = builder.bitcast(saved, ir.IntType(32).as_pointer())
+    now = builder.gep(before, [ir.IntType(32)(1)])
+    access_mxcsr(builder, "stmxcsr", before)
+    builder.store(builder.or_(builder.load(before), ir.IntType(32)(0x8040)), now)
+    access_mxcsr(builder, "ldmxcsr", now)
+
+
+@instruction(types.void)
+def round_as_before(builder, saved):
+    access_mxcsr(builder, "ldmxcsr", saved)
+
+
 @instruction(types.void)
 def begin_tiles(builder, sizes):
     """The sizes apply to the calling thread, until `end_tiles`."""

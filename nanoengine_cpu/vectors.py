@@ -284,6 +284,15 @@ def add_products(builder, left, right, total, per_word):
 
 
 @instruction(vector)
+def add_numbers(builder, left, right, total, upper):
+    """total + left * right, of only one bfloat16 number in each word: the lower (0) or the upper
+    (1), which is a constant."""
+    both = zip(*[opened(builder, builder.bitcast(side, WORDS)) for side in (left, right)])
+    of_lower, of_upper = [multiply_add(builder, *numbers, total) for numbers in both]
+    return builder.select(builder.icmp_signed("==", upper, upper.type(1)), of_upper, of_lower)
+
+
+@instruction(vector)
 def exp2(builder, x, out):
     """2^x for x < 127, as 2^n * 2^(x - n), with n an integer next to x; about 0 for x < -127.
 

@@ -114,6 +114,21 @@ def test_tiny_results_have_the_same_bits_in_few_and_in_many_rows():
             torch.int16))
 
 
+@pytest.mark.parametrize("scale", [1, 1e-20, 1e-38])
+def test_subnormal_numbers_have_the_same_bits_in_few_and_in_many_rows(scale):
+    """In weights, in rows and in results: AMX takes them for 0."""
+    layer = PackedLinear(1024, 100, bias=False).requires_grad_(False).bfloat16()
+    torch.manual_seed(0)
+    layer.weight.copy_(torch.randn_like(layer.weight) * scale)
+    layer.weight[:, ::7] *= 1e-30
+    layer.pack()
+    x = torch.randn(40, 1024).bfloat16()
+    x[:, ::5] *= 1e-37
+    together = layer(x)
+    for num_rows in range(1, 6):
+        assert torch.equal(layer(x[7:7 + num_rows]), together[7:7 + num_rows])
+
+
 def multiply(layer, x, norm=None, residual=None):
     out = x.new_empty(len(x), layer.out_features // layer.halves)
     residual_at = 0 if residual is None else residual.data_ptr()

@@ -1,0 +1,156 @@
+"""AMX, simulated: the tiles of nanoengine_cpu/tiles.py on a CPU that has none.
+
+    NUMBA_CACHE_DIR=/tmp/simulated python -m pytest -p simulated_tiles tests/cpu/test_products.py
+
+Each instruction becomes a call of a function in C that does what Intel's manual says, bit for bit:
+"Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2, TDPBF16PS and others. It
+stops the process where the CPU would: a tile that is not configured, or has another size than its
+product needs. What it passes has the right places and sums; how fast it is, it cannot say.
+
+Processes that the tests start simulate tiles as well. Kernels have other code with them, so numba
+needs a cache folder of their own. A C compiler is needed.
+"""
+
+import ctypes
+import importlib.machinery
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from llvmlite import binding, ir
+
+INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd64", "tileloaddt164", "tilestored64",
+                "tdpbf16ps")
+SOURCE = r"""
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <xmmintrin.h>
+
+struct tile { int lines, bytes; uint8_t data[16][64]; };
+static __thread struct tile tiles[8];
+static __thread int is_configured;
+
+static void check(int holds, const char *what) {
+    if (!holds) { fprintf(stderr, "simulated tiles: %s\n", what); abort(); }
+}
+
+void ldtilecfg(const uint8_t *sizes) {
+    check(sizes[0] == 1, "palette");
+    for (int i = 0; i < 8; i++) {
+        tiles[i].bytes = sizes[16 + 2 * i] + 256 * sizes[17 + 2 * i];
+        tiles[i].lines = sizes[48 + i];
+        check(tiles[i].bytes <= 64 && tiles[i].lines <= 16, "size");
+        check(tiles[i].bytes && tiles[i].lines, "a tile without lines");
+        memset(tiles[i].data, 0, sizeof tiles[i].data);
+    }
+    is_configured = 1;
+}
+
+void tilerelease(void) { is_configured = 0; }
+
+void tileloadd64(int8_t number, const uint8_t *at, int64_t stride) {
+    check(is_configured, "load without tiles");
+    struct tile *tile = &tiles[number];
+    memset(tile->data, 0, sizeof tile->data);
+    for (int i = 0; i < tile->lines; i++) memcpy(tile->data[i], at + i * stride, tile->bytes);
+}
+
+void tileloaddt164(int8_t number, const uint8_t *at, int64_t stride) {
+    tileloadd64(number, at, stride);
+}
+
+void tilestored64(int8_t number, uint8_t *at, int64_t stride) {
+    check(is_configured, "store without tiles");
+    struct tile *tile = &tiles[number];
+    for (int i = 0; i < tile->lines; i++) memcpy(at + i * stride, tile->data[i], tile->bytes);
+}
+
+static float half(const uint8_t *word, int which) {
+    uint32_t bits = 0;
+    memcpy((uint8_t *)&bits + 2, word + 2 * which, 2);
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+void tdpbf16ps(int8_t sums_number, int8_t left_number, int8_t right_number) {
+    check(is_configured, "product without tiles");
+    struct tile *sums = &tiles[sums_number];
+    struct tile *left = &tiles[left_number], *right = &tiles[right_number];
+    check(left->lines == sums->lines && right->bytes == sums->bytes
+          && right->lines == left->bytes / 4, "sizes of a product");
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040);  /* subnormal numbers count as 0 */
+    for (int m = 0; m < sums->lines; m++) {
+        float first[16] = {0}, second[16] = {0};
+        for (int k = 0; k < right->lines; k++)
+            for (int n = 0; n < sums->bytes / 4; n++) {
+                const uint8_t *a = left->data[m] + 4 * k, *b = right->data[k] + 4 * n;
+                first[n] = fmaf(half(a, 0), half(b, 0), first[n]);
+                second[n] = fmaf(half(a, 1), half(b, 1), second[n]);
+            }
+        for (int n = 0; n < sums->bytes / 4; n++) {
+            float sum;
+            memcpy(&sum, sums->data[m] + 4 * n, 4);
+            sum += first[n] + second[n];
+            memcpy(sums->data[m] + 4 * n, &sum, 4);
+        }
+    }
+    _mm_setcsr(before);
+}
+"""
+
+
+def make_library(folder: Path) -> None:
+    """Compiles the functions. Python's processes that start after it simulate tiles, too."""
+    (folder / "tiles.c").write_text(SOURCE)
+    subprocess.run([os.environ.get("CC", "cc"), "-O3", "-march=native", "-ffp-contract=off",
+                    "-shared", "-fPIC", "-o", folder / "tiles.so", folder / "tiles.c"], check=True)
+    (folder / "sitecustomize.py").write_text("import simulated_tiles")
+    paths = [str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ |= {"SIMULATED_TILES": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def emit(builder: Any, name: str, *operands: Any) -> None:
+    """In place of `tiles.emit`: writes a call of the function in C, by its name."""
+    numbers = [ir.IntType(8)(each) if isinstance(each, int) else each for each in operands]
+    kind = ir.FunctionType(ir.VoidType(), [each.type for each in numbers])
+    name = f"simulated_{name}"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    builder.call(function, numbers)
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        vars(module).update(HAS_TILES=True, emit=emit)
+
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "nanoengine_cpu.tiles":
+            return None
+        spec = super().find_spec(name, path, target)
+        spec.loader = Loader(name, spec.origin)
+        return spec
+
+
+if "nanoengine_cpu" in sys.modules:
+    raise RuntimeError("simulated_tiles must be imported before nanoengine_cpu")
+if not os.environ.get("NUMBA_CACHE_DIR"):
+    raise RuntimeError("set NUMBA_CACHE_DIR to a folder of its own: the kernels have other code")
+if "SIMULATED_TILES" not in os.environ:
+    make_library(Path(tempfile.mkdtemp(prefix="tiles")))
+library = ctypes.CDLL(f"{os.environ['SIMULATED_TILES']}/tiles.so")
+for name in INSTRUCTIONS:
+    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    binding.add_symbol(f"simulated_{name}", address)
+sys.meta_path.insert(0, Finder)
