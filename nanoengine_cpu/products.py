@@ -51,7 +51,7 @@ from nanoengine_cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, round_as_before,
     round_as_tiles, store_sums)
 from nanoengine_cpu.vectors import (
-    DTYPES, LANES, add_numbers, add_products, array_at, copy_rows, exp2, fill, has, inlined, load,
+    DTYPES, LANES, add_half, add_products, array_at, copy_rows, exp2, fill, has, inlined, load,
     load_part, numbers_at, prefetch, stack, store, store_part, where_less)
 
 # registers hold the sums of STEP rows and BLOCK outputs
@@ -178,7 +178,7 @@ def add_few(rows, line, weight, piece, sums, count):
                     word = fill(rows[np.uint64(r * line + k)])
                     for upper in range(2):
                         i = (4 * r + 2 * c + upper) * LANES
-                        store(held, i, add_numbers(word, numbers, load(held, i), upper))
+                        store(held, i, add_half(word, numbers, load(held, i), upper))
         for i in range(0, 2 * count * LANES, LANES):
             both = load(held, 2 * i) + load(held, 2 * i + LANES)
             store(sums, i, load(sums, i) + both)

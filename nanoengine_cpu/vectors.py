@@ -284,7 +284,7 @@ def add_products(builder, left, right, total, per_word):
 
 
 @instruction(vector)
-def add_numbers(builder, left, right, total, upper):
+def add_half(builder, left, right, total, upper):
     """total + left * right, of only one bfloat16 number in each word: the lower (0) or the upper
     (1), which is a constant."""
     both = zip(*[opened(builder, builder.bitcast(side, WORDS)) for side in (left, right)])

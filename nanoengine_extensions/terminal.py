@@ -6,20 +6,50 @@ Answers go to standard output, the program's own messages to standard error.
 file, as `python -m nanoengine_extensions.serve`.
 """
 
+import json
 import sys
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 from nanoengine import LLM, RequestOutput, SamplingParams
+from nanoengine.config import EngineConfig
 from nanoengine.features import extension
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # the feature that each starts; its `main` takes the rest of the command line
 COMMANDS = {"serve": "serve", "batch": "batch", "score": "scores", "bench": "bench",
             "eval": "lm_eval"}
+# those that take options of `LLM` as JSON
+WITH_OPTIONS = ("serve", "batch")
+
+
+def with_options(arguments: list[str]) -> list[str]:
+    """Moves options of `LLM`, such as `--max-model-len 4096` or `--no-enable-prefix-caching`, into
+    `--options`, which takes JSON. Raises ValueError if that is no JSON object."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    kinds = get_type_hints(EngineConfig)
+    for name in kinds.keys() - {"model", "features", "_"}:
+        kind: Any = ({"action": BooleanOptionalAction} if kinds[name] is bool
+                     else {"type": value_of})
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
+    given, rest = parser.parse_known_args(arguments)
+    if not vars(given):
+        return arguments
+    parser.add_argument("--options", default="{}")
+    others, rest = parser.parse_known_args(rest)
+    options = extension("openai_format").options_of(others.options)
+    return [*rest, "--options", json.dumps(options | vars(given))]
+
+
+def value_of(text: str) -> Any:
+    """Returns what a text says as JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def main() -> None:
@@ -33,7 +63,8 @@ def main() -> None:
     tool = COMMANDS.get(sys.argv[1]) if sys.argv[1:] else None
     if tool:
         try:
-            extension(tool, f"python -m nanoengine {sys.argv[1]}").main(sys.argv[2:])
+            run = extension(tool, f"python -m nanoengine {sys.argv[1]}").main
+            run(with_options(sys.argv[2:]) if tool in WITH_OPTIONS else sys.argv[2:])
         except ValueError as error:
             parser.error(" ".join(str(error).split()))
         except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 import fcntl
 import io
+import json
 import os
 import re
 import select
@@ -214,6 +215,36 @@ def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
             terminal.main()
         assert found.value.code == code
     assert capsys.readouterr().err.endswith("python -m nanoengine: error: a b\n")
+
+
+@pytest.mark.needs("batch", "openai_format")
+@pytest.mark.parametrize("arguments, expected", [
+    (["-i", "x", "--strict"], ["-i", "x", "--strict"]),
+    (["-i", "x", "--options", "{"], ["-i", "x", "--options", "{"]),
+    (["--max-model-len", "512", "-i", "x", "--dtype=float32", "--enforce-eager"],
+     ["-i", "x", "--options", {"max_model_len": 512, "dtype": "float32", "enforce_eager": True}]),
+    (["--options", '{"seed": 1, "dtype": "auto"}', "--dtype", "float32",
+      "--no-enable-prefix-caching"],
+     ["--options", {"seed": 1, "dtype": "float32", "enable_prefix_caching": False}]),
+    (["--seed", "null", "--max-model-lens", "3"],
+     ["--max-model-lens", "3", "--options", {"seed": None}])], ids=str)
+def test_options_of_the_engine_are_flags(arguments, expected, monkeypatch):
+    given = []
+    monkeypatch.setattr(extension("batch"), "main", given.append)
+    monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", *arguments])
+    terminal.main()
+    found, = given
+    if isinstance(expected[-1], dict):
+        found[-1] = json.loads(found[-1])
+    assert found == expected
+
+
+@pytest.mark.needs("batch", "openai_format")
+def test_options_that_are_no_json(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", "--options", "{", "--seed", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        terminal.main()
+    assert "--options: JSON" in capsys.readouterr().err
 
 
 @pytest.mark.slow
