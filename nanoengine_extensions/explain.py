@@ -75,9 +75,7 @@ def quantization(config: Config) -> str:
     if not isinstance(found, dict):
         return str(found)
     method = str(found.get("quant_method", found))
-    has_8_bits = method == "bitsandbytes" and not (
-        found.get("load_in_4bit") or found.get("_load_in_4bit"))
-    is_read = method in READ and found is not config.get("quantization") and not has_8_bits
+    is_read = method in READ and found is not config.get("quantization")
     return "" if is_read else method
 
 

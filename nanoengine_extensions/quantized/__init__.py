@@ -31,7 +31,7 @@ from nanoengine.loader import checkpoint_tensors, weight_files
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
-from nanoengine_extensions.quantized.bitsandbytes_files import open_4_bits
+from nanoengine_extensions.quantized.bitsandbytes_files import open_bitsandbytes
 from nanoengine_extensions.quantized.expert_files import open_mxfp4
 from nanoengine_extensions.quantized.scaled_files import open_scaled
 from nanoengine_extensions.quantized.stored import (
@@ -145,7 +145,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
     stored, count = sizes_of(files, opened.values())
-    if by_sums and kinds & {"FP8", "4 bits"}:
+    if by_sums and kinds & {"FP8", "4 bits", "8 bits"}:
         raise rejected("quantization", config.quantization, f"without '{SUMS}' for {method}")
     if not stays_packed(runner):
         if by_sums:
@@ -202,7 +202,7 @@ def choose_opener(method: str, entries: dict[str, Any],
     if method in BITS:
         return partial(open_rounded, BITS[method])
     index = Index(weight_files(folder))
-    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_4_bits}
+    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_bitsandbytes}
     if method in others:
         return partial(others[method], index)
     if method in METHODS:
