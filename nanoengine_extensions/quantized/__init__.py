@@ -128,6 +128,9 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
+    for file, each in opened.items():
+        for name, tensor in each.items():
+            tensor.load = naming(f"{name} in {file}")(tensor.load)
     tensors = transformers_files.tensors_of(opened)
     kinds = {tensor.kind for tensor in tensors.values() if tensor.is_quantized}
     # a GGUF can be in floating point, and some models are quantized only as to their cache

@@ -287,6 +287,18 @@ def test_act_order(kind):
     assert packed.pack(found, torch.float32) is None
 
 
+@pytest.mark.parametrize("where", [[], ["quantization"], ["quantized_layers", "own"]], ids=str)
+def test_blocks_of_modelopt_at_the_edge(where):
+    """They have 128 rows and columns, even if blocks of the same size would fit."""
+    entries = dict(quant_algo="fp8_pb_wo")
+    for name in reversed(where):
+        entries = {name: entries}
+    numbers, scales = torch.ones(192, 320).to(torch.float8_e4m3fn), torch.rand(2, 1, 3, 1)
+    found: Any = scaled(numbers, scales, entries)
+    wanted = scales[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(found.dequantized(), wanted[:192, :320])
+
+
 def test_a_type_without_scales_is_refused():
     with pytest.raises(ValueError, match="dtype of a weight with scales=torch.bfloat16 .* must be"):
         scaled(torch.ones(32, 64).bfloat16(), torch.ones(1), {})
@@ -301,6 +313,32 @@ def test_a_weight_without_its_scale_is_refused(make_scaled):
     for model_impl in ("native", "transformers"):
         with pytest.raises(ValueError, match=r"v_proj.weight='F8_E4M3' .* its scale, .*_scale"):
             LLM(folder, model_impl=model_impl, **OPTIONS)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("name, end, value, message", [
+    ("W8A8", "weight_scale", None, "v_proj.weight='I8' .* must be beside its scale"),
+    ("NVFP4", "weight_global_scale", None, "v_proj.weight in .*: it lacks .*_global_scale"),
+    ("ModelOpt", "weight_scale_2", None, "v_proj.weight in .*: it lacks .*weight_scale_2"),
+    ("W8A8", "weight_scale", torch.ones(5), "v_proj.weight in .*makes 5 groups")])
+def test_damaged_scales(make_scaled, model_impl, name, end, value, message):
+    folder, _ = make_scaled(name)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        key = f"model.layers.1.self_attn.v_proj.{end}"
+        if tensors.pop(key, None) is not None and value is not None:
+            tensors[key] = value
+        save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, model_impl=model_impl, **OPTIONS)
+
+
+def test_a_truncated_file_is_named(make_scaled):
+    folder, _ = make_scaled("W8A8")
+    file = folder / "model-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model-2.safetensors: .*incomplete"):
+        LLM(folder, **OPTIONS)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
