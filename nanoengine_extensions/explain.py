@@ -60,7 +60,7 @@ ROPES = ("dynamic", "longrope", "proportional")
 READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
         "auto-round", "mxfp4", "gguf")
 # where some tools store how a model is quantized: files, and an entry of config.json
-OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
+OLD = {"quantize_config.json", "quant_config.json", "compression_config"}
 
 Config = dict[str, Any]
 # a test of the config, what is wrong if it holds, and what the model must be
@@ -123,8 +123,8 @@ UNREAD = (
 ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
-    "quant_config.json, hf_quant_config.json or compression_config)", 'completed: config.json must '
-    'have these under "quantization_config", with a "quant_method": "gptq", "awq" or "modelopt"')
+    "quant_config.json or compression_config)", 'completed: config.json must have these under '
+    '"quantization_config", with a "quant_method": "gptq" or "awq"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",

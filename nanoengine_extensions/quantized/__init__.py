@@ -14,6 +14,7 @@ transformers_files.py and transformers_linears.py. gguf_files.py needs a package
 """
 
 import atexit
+import json
 import re
 import shutil
 import tempfile
@@ -107,7 +108,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
-    entries: dict[str, Any] = getattr(runner.model_config, "quantization_config", None) or {}
+    given_in_config = getattr(runner.model_config, "quantization_config", None)
+    entries: dict[str, Any] = given_in_config or entries_beside(folder)
     if entries:
         methods.check(entries)
     given = config.quantization or ""
@@ -167,6 +169,13 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         runner.model_config.tie_word_embeddings = False
     loading = Loading(runner.dtype, by_sums)
     return found | {"place": loading.place, "read": loading.read}
+
+
+def entries_beside(folder: Path) -> dict[str, Any]:
+    """Returns what ModelOpt wrote beside config.json in 2024, in place of quantization_config."""
+    with naming(file := folder / "hf_quant_config.json"):
+        found = json.loads(file.read_text()) if file.is_file() else {}
+    return found and {"quant_method": "modelopt"} | found
 
 
 def stays_packed(runner: ModelRunner) -> bool:

@@ -122,8 +122,7 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
         LLM(folder, load_format="dummy")
 
 
-@pytest.mark.parametrize(
-    "name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
 def test_quantization_in_a_file_of_its_own(copy, name):
     """As AutoGPTQ and AutoAWQ wrote it in 2023. Newer ones write it in both places."""
     (copy / name).write_text('{"bits": 4}')

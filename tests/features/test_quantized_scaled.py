@@ -341,6 +341,25 @@ def test_a_truncated_file_is_named(make_scaled):
         LLM(folder, **OPTIONS)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3", "Olmo2"])
+def test_a_file_beside_the_config(make_scaled, architecture, caplog):
+    """As ModelOpt wrote it in 2024."""
+    folder, model = make_scaled("ModelOpt FP8", architecture)
+    config = json.loads((folder / "config.json").read_text())
+    entries = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": entries["quantization"]}))
+    assert generated(folder, quantization="modelopt") == expected(model)
+    assert "kv_cache_quant_algo, quant_algo of the model's quantization_config" in caplog.text
+    file.write_text(json.dumps(dict(quantization=dict(quant_algo="W4A16_AWQ"))))
+    with pytest.raises(ValueError, match="quant_algo='W4A16_AWQ' is not accepted"):
+        LLM(folder, **OPTIONS)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="hf_quant_config.json: "):
+        LLM(folder, **OPTIONS)
+
+
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("architecture, module", [("Olmo2", "mlp"), ("Qwen3Moe", "mlp.experts.3")])
 def test_what_changes_a_weight_is_never_dropped(make_scaled, architecture, module, kernels):
