@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
@@ -59,6 +60,8 @@ ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
 READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
         "auto-round", "mxfp4", "gguf")
+# the ends of names that only tensors of quantized weights have
+SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".absmax", ".SCB")
 # where some tools store how a model is quantized: files, and an entry of config.json
 OLD = {"quantize_config.json", "quant_config.json", "compression_config"}
 
@@ -203,11 +206,14 @@ def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
     if "adapter_config.json" in names:
         logger.warning(f"{folder} has an adapter (LoRA) next to the model: the adapter is not used")
     if load_format != "dummy":
-        check_weights(folder, names)
+        # it can also be an entry of text_config
+        is_named = "quantization_config" in str(config) or "hf_quant_config.json" in names
+        check_weights(folder, names, is_named)
 
 
-def check_weights(folder: Path, names: list[str]) -> None:
-    """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead."""
+def check_weights(folder: Path, names: list[str], is_named: bool) -> None:
+    """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead; for
+    quantized weights. is_named: whether the folder says how they are quantized"""
     files = weight_files(folder)
     if not files:
         raise refusal(folder, names, NO_WEIGHTS)
@@ -216,6 +222,13 @@ def check_weights(folder: Path, names: list[str]) -> None:
     if is_note:
         raise ValueError(f"model={str(folder)!r} has a Git LFS pointer in place of {files[0].name}:"
                          " it must be completed by `git lfs pull`")
+    for file in () if is_named else files:
+        with naming(f"{file} is truncated, or does not fit the model"):
+            parts = [name for name in safe_open(file, framework="pt").keys()
+                     if name.endswith(SCALES)]
+        if parts:
+            raise ValueError(f"model={str(folder)!r} has quantized weights, such as that of "
+                             f"{parts[0]}: its config.json must have a quantization_config")
 
 
 def refusal(folder: Path, names: list[str], rows: Iterable[Row]) -> ValueError:

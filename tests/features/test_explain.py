@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM
 
@@ -120,6 +122,17 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
         LLM(folder, load_format="dummy")
     with pytest.raises(ValueError, match=message):
         LLM(folder, load_format="dummy")
+
+
+@pytest.mark.parametrize("end", ["weight_scale", "qweight"])
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_quantized_weights_that_the_config_does_not_name(copy, model_impl, end):
+    """transformers would leave the scales out."""
+    file = copy / "model.safetensors"
+    name = f"model.layers.0.mlp.up_proj.{end}"
+    save_file(load_file(file) | {name: torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=f"{name}: its config.json must have a quantization_conf"):
+        LLM(str(copy), model_impl=model_impl)
 
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])

@@ -527,7 +527,6 @@ AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_awq
 
 
 @pytest.mark.parametrize("entries, message", [
-    (dict(quant_method="bitsandbytes", load_in_8bit=True), "load_in_4bit=False .* one of .True."),
     (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
     (dict(bits=4), "quant_method=None"),
     (AWQ | dict(version="gemv"), "version='gemv' .* one of .'gemm'."),
