@@ -36,7 +36,6 @@ def awq_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "bits", c.get("bits", c.get("w_bit", 4)), [4]
     yield "version", str(c.get("version") or c.get("format") or "gemm").lower(), ["gemm"]
     yield "backend", c.get("backend") if c.get("backend") == "llm-awq" else None, [None]
-    yield "zero_point", c.get("zero_point", True), [True]
 
 
 def gptq_rows(c: dict[str, Any]) -> Iterator[Row]:
