@@ -87,7 +87,8 @@ def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 
 def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
-    yield "fmt", c.get("fmt") or "e4m3", ["e4m3"]
+    # the second one in MiniMax M2
+    yield "fmt", c.get("fmt") or "e4m3", ["e4m3", "float8_e4m3fn"]
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,

@@ -405,6 +405,7 @@ def test_matrices_of_experts_with_zeros_are_refused():
         "group_1": dict(targets=["LlamaAttention"], weights=None, input_activations=ROUNDED)}),
      {"input_activations"}),
     (dict(quant_method="modelopt", quant_algo="fp8_pb_wo"), set()),
+    (dict(quant_method="fp8", fmt="float8_e4m3fn"), set()),
     (dict(quant_method="modelopt", quant_algo="NVFP4"), {"quant_algo"}),
     ({name: value for name, value in AUTO_ROUND.items() if name != "packing_format"}, set())],
     ids=str)
