@@ -53,10 +53,9 @@ def load_config(folder: Path, load_format: str = "dummy",
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # the architecture alone does not decide it: EXAONE's config.json may name Llama's
-        is_own = config.model_type in FAMILIES
-        if model_impl == "transformers" or (model_impl == "auto" and not is_own):
+        if model_impl != "native" and (model_impl != "auto" or config.model_type not in FAMILIES):
             return extension("transformers_models", str(config.architectures)).describe(config)
-        if getattr(config, "head_dim", None) is None:
+        if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)
     return config
@@ -80,7 +79,7 @@ def check_supported(config: PretrainedConfig) -> None:
     check("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"])
     check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
     windowed = ["sliding_attention"] if entry_of(config, "layer_types") else []
-    for kind in getattr(config, "layer_types", None) or ():
+    for kind in vars(config).get("layer_types") or ():
         check("layer_types", kind, ["full_attention", *windowed])
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)

@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
@@ -59,8 +60,10 @@ ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
 READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
         "auto-round", "mxfp4", "gguf")
+# the ends of names that only tensors of quantized weights have
+SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".absmax", ".SCB")
 # where some tools store how a model is quantized: files, and an entry of config.json
-OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config"}
+OLD = {"quantize_config.json", "quant_config.json", "compression_config"}
 
 Config = dict[str, Any]
 # a test of the config, what is wrong if it holds, and what the model must be
@@ -75,9 +78,7 @@ def quantization(config: Config) -> str:
     if not isinstance(found, dict):
         return str(found)
     method = str(found.get("quant_method", found))
-    has_8_bits = method == "bitsandbytes" and not (
-        found.get("load_in_4bit") or found.get("_load_in_4bit"))
-    is_read = method in READ and found is not config.get("quantization") and not has_8_bits
+    is_read = method in READ and found is not config.get("quantization")
     return "" if is_read else method
 
 
@@ -125,8 +126,8 @@ UNREAD = (
 ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
-    "quant_config.json, hf_quant_config.json or compression_config)", 'completed: config.json must '
-    'have these under "quantization_config", with a "quant_method": "gptq", "awq" or "modelopt"')
+    "quant_config.json or compression_config)", 'completed: config.json must have these under '
+    '"quantization_config", with a "quant_method": "gptq" or "awq"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
@@ -205,11 +206,14 @@ def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
     if "adapter_config.json" in names:
         logger.warning(f"{folder} has an adapter (LoRA) next to the model: the adapter is not used")
     if load_format != "dummy":
-        check_weights(folder, names)
+        # it can also be an entry of text_config
+        is_named = "quantization_config" in str(config) or "hf_quant_config.json" in names
+        check_weights(folder, names, is_named)
 
 
-def check_weights(folder: Path, names: list[str]) -> None:
-    """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead."""
+def check_weights(folder: Path, names: list[str], is_named: bool) -> None:
+    """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead; for
+    quantized weights. is_named: whether the folder says how they are quantized"""
     files = weight_files(folder)
     if not files:
         raise refusal(folder, names, NO_WEIGHTS)
@@ -218,6 +222,13 @@ def check_weights(folder: Path, names: list[str]) -> None:
     if is_note:
         raise ValueError(f"model={str(folder)!r} has a Git LFS pointer in place of {files[0].name}:"
                          " it must be completed by `git lfs pull`")
+    for file in () if is_named else files:
+        with naming(f"{file} is truncated, or does not fit the model"):
+            parts = [name for name in safe_open(file, framework="pt").keys()
+                     if name.endswith(SCALES)]
+        if parts:
+            raise ValueError(f"model={str(folder)!r} has quantized weights, such as that of "
+                             f"{parts[0]}: its config.json must have a quantization_config")
 
 
 def refusal(folder: Path, names: list[str], rows: Iterable[Row]) -> ValueError:

@@ -14,6 +14,7 @@ transformers_files.py and transformers_linears.py. gguf_files.py needs a package
 """
 
 import atexit
+import json
 import re
 import shutil
 import tempfile
@@ -31,7 +32,7 @@ from nanoengine.loader import checkpoint_tensors, weight_files
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
-from nanoengine_extensions.quantized.bitsandbytes_files import open_4_bits
+from nanoengine_extensions.quantized.bitsandbytes_files import open_bitsandbytes
 from nanoengine_extensions.quantized.expert_files import open_mxfp4
 from nanoengine_extensions.quantized.scaled_files import open_scaled
 from nanoengine_extensions.quantized.stored import (
@@ -107,7 +108,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
-    entries: dict[str, Any] = getattr(runner.model_config, "quantization_config", None) or {}
+    given_in_config = getattr(runner.model_config, "quantization_config", None)
+    entries: dict[str, Any] = given_in_config or entries_beside(folder)
     if entries:
         methods.check(entries)
     given = config.quantization or ""
@@ -128,6 +130,9 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
         open_file = choose_opener(method, entries, folder)
         opened = {file: open_file(file) for file in files}
+    for file, each in opened.items():
+        for name, tensor in each.items():
+            tensor.load = naming(f"{name} in {file}")(tensor.load)
     tensors = transformers_files.tensors_of(opened)
     kinds = {tensor.kind for tensor in tensors.values() if tensor.is_quantized}
     # a GGUF can be in floating point, and some models are quantized only as to their cache
@@ -145,7 +150,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
     stored, count = sizes_of(files, opened.values())
-    if by_sums and kinds & {"FP8", "4 bits"}:
+    if by_sums and kinds & {"FP8", "4 bits", "8 bits"}:
         raise rejected("quantization", config.quantization, f"without '{SUMS}' for {method}")
     if not stays_packed(runner):
         if by_sums:
@@ -164,6 +169,13 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         runner.model_config.tie_word_embeddings = False
     loading = Loading(runner.dtype, by_sums)
     return found | {"place": loading.place, "read": loading.read}
+
+
+def entries_beside(folder: Path) -> dict[str, Any]:
+    """Returns what ModelOpt wrote beside config.json in 2024, in place of quantization_config."""
+    with naming(file := folder / "hf_quant_config.json"):
+        found = json.loads(file.read_text()) if file.is_file() else {}
+    return found and {"quant_method": "modelopt"} | found
 
 
 def stays_packed(runner: ModelRunner) -> bool:
@@ -202,7 +214,7 @@ def choose_opener(method: str, entries: dict[str, Any],
     if method in BITS:
         return partial(open_rounded, BITS[method])
     index = Index(weight_files(folder))
-    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_4_bits}
+    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_bitsandbytes}
     if method in others:
         return partial(others[method], index)
     if method in METHODS:

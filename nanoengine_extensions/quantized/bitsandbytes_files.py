@@ -1,4 +1,4 @@
-"""Models in NF4 or FP4 of bitsandbytes: numbers of 4 bits, which stand for 16 others.
+"""Models in NF4 or FP4 of bitsandbytes: numbers of 4 bits, which stand for 16 others; or in INT8.
 
     q_proj.weight               (outputs * inputs / 2, 1) uint8, the first number in the higher bits
     q_proj.weight.quant_map     (16,), what the numbers stand for
@@ -7,7 +7,11 @@
     q_proj.weight.quant_state.bitsandbytes__nf4
                                 JSON, with the shape of the weight
 
-Source: QLoRA (Dettmers et al., 2023, arXiv:2305.14314)
+    k_proj.weight               (outputs, inputs) int8
+    k_proj.SCB                  (outputs,), 127 times the scale of each output
+    k_proj.weight_format        0: rows; old releases have other orders
+
+Source: QLoRA (Dettmers et al., 2023, arXiv:2305.14314), LLM.int8() (2022, arXiv:2208.07339)
 """
 
 import json
@@ -18,14 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoengine.features import rejected
 from nanoengine_extensions.quantized.formulas import Grouped
 from nanoengine_extensions.quantized.stored import Index, Opened, Stored, plain
 
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
-PARTS = (".quant_map", ".absmax", ".nested_absmax", ".nested_quant_map", *STATES)
+PARTS = (".quant_map", ".absmax", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format",
+         *STATES)
 
 
-def open_4_bits(index: Index, file: Path) -> Opened:
+def open_bitsandbytes(index: Index, file: Path) -> Opened:
     """Returns the tensors of a file, with one weight instead of its parts."""
     opened = Opened()
     for name, tensor in plain(file).items():
@@ -33,9 +39,19 @@ def open_4_bits(index: Index, file: Path) -> Opened:
         if state:
             entries = json.loads(bytes(index.read(state).tolist()))
             opened[name] = Stored("4 bits", entries["shape"], partial(read, index, name, entries))
+        elif tensor.kind == "I8":
+            opened[name] = Stored("8 bits", tensor.shape, partial(read_8_bits, index, name))
         elif not name.endswith(PARTS):
             opened[name] = tensor
     return opened
+
+
+def read_8_bits(index: Index, name: str) -> Tensor:
+    stored = index.find(f"{name}_format")
+    if stored is not None and stored.any():
+        raise rejected(f"{name}_format", stored.tolist(), "0")
+    # in the order of the package: a product of a number and SCB is exact
+    return index.read(name) * index.read(name.removesuffix("weight") + "SCB")[:, None] * (1 / 127)
 
 
 def read(index: Index, name: str, entries: dict[str, Any]) -> Tensor | Grouped:

@@ -6,6 +6,7 @@ Of gpt-oss, outputs of gates and ups are in turn, and matrices are transposed:
                   (experts, outputs, groups, 16) and (experts, outputs, groups) uint8
     GGUF      experts.0.gate_proj, experts.0.up_proj, …
                   (outputs, inputs) each; biases (experts, outputs)
+    others    the same, and biases (outputs,) of each expert
     here      experts.gate_up_proj, gate_up_proj_bias: outputs of gates and ups in turn
                   (experts, inputs, outputs), as transformers has them; (experts, outputs)
 """
@@ -90,19 +91,25 @@ def add_experts(tensors: Opened, module: Any, name: str) -> None:
 
     name: of the module, in the files
     """
-    def take(part: str) -> list[Stored]:
-        return [tensors.pop(f"{name}.{i}.{part}.weight") for i in range(module.num_experts)]
+    def take(part: str, end: str = "weight") -> list[Stored]:
+        return [tensors.pop(f"{name}.{i}.{part}.{end}") for i in range(module.num_experts)]
+
+    def biases(part: str) -> Stored:
+        if f"{name}.{part}.bias" in tensors:
+            return tensors.pop(f"{name}.{part}.bias")
+        parts = take(part, "bias")
+        return Stored("F32", [len(parts), *parts[0].shape],
+                      lambda: torch.stack([each.read() for each in parts]))
 
     is_transposed = getattr(module, "is_transposed", False)
     if f"{name}.0.down_proj.weight" not in tensors:
         return
     if f"{name}.0.gate_proj.weight" not in tensors:
         both = [[each] for each in take("gate_up_proj")]
-    elif is_transposed:
+    elif not getattr(module, "is_concatenated", True):
         both = [[in_turn(*each)] for each in zip(take("gate_proj"), take("up_proj"))]
-        biases = [tensors.pop(f"{name}.{part}_proj.bias") for part in ("gate", "up", "down")]
-        tensors[f"{name}.gate_up_proj_bias"] = in_turn(biases[0], biases[1], dim=1)
-        tensors[f"{name}.down_proj_bias"] = biases[2]
+        tensors[f"{name}.gate_up_proj_bias"] = in_turn(biases("gate_proj"), biases("up_proj"), 1)
+        tensors[f"{name}.down_proj_bias"] = biases("down_proj")
     else:
         both = [[*each] for each in zip(take("gate_proj"), take("up_proj"))]
     down = [[each] for each in take("down_proj")]

@@ -13,7 +13,7 @@ ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
 # entries that ask for rounded activations, or a rounded KV cache
 ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme", "activation_scheme",
-               "activation_scale_ub", "kv_cache_quant_algo")
+               "activation_scale_ub", "kv_cache_quant_algo", "load_in_8bit")
 # of compressed-tensors: how weights are stored, and their types and bits
 STORED = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
           "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
@@ -36,7 +36,6 @@ def awq_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "bits", c.get("bits", c.get("w_bit", 4)), [4]
     yield "version", str(c.get("version") or c.get("format") or "gemm").lower(), ["gemm"]
     yield "backend", c.get("backend") if c.get("backend") == "llm-awq" else None, [None]
-    yield "zero_point", c.get("zero_point", True), [True]
 
 
 def gptq_rows(c: dict[str, Any]) -> Iterator[Row]:
@@ -87,19 +86,14 @@ def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
         yield f"extra_config[{name!r}].act_bits", changes.get("act_bits") or 16, [16, 32]
 
 
-def bitsandbytes_rows(c: dict[str, Any]) -> Iterator[Row]:
-    # INT8 rounds activations, too
-    yield "load_in_4bit", c.get("load_in_4bit", c.get("_load_in_4bit", False)), [True]
-
-
 def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
-    yield "fmt", c.get("fmt") or "e4m3", ["e4m3"]
+    # the second one in MiniMax M2
+    yield "fmt", c.get("fmt") or "e4m3", ["e4m3", "float8_e4m3fn"]
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
         "fp8": fp8_rows, "modelopt": modelopt_rows, "auto-round": auto_round_rows,
-        "bitsandbytes": bitsandbytes_rows,
-        **dict.fromkeys(("fbgemm_fp8", "mxfp4", "gguf"), lambda entries: iter(()))}
+        **dict.fromkeys(("bitsandbytes", "fbgemm_fp8", "mxfp4", "gguf"), lambda entries: iter(()))}
 
 
 def check(entries: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
                 shape = index.read(f"{weight}_shape").tolist()
             opened[weight] = Stored(kind, shape, partial(read, index, name, scale, entries))
         elif not OTHERS.search(name) and not owners.intersection(index.files):
-            if tensor.is_quantized:
+            if tensor.is_quantized or (weight.endswith("weight") and tensor.kind in KINDS):
                 raise rejected(name, tensor.kind, f"beside its scale, {weight}{SCALES[1]}")
             opened[name] = tensor
     return opened
@@ -68,6 +68,9 @@ def read(index: Index, name: str, scale: str, entries: dict[str, Any]) -> Tensor
         found = formulas.compressed(numbers, scales, index.read(f"{weight}_shape").tolist(), zeros,
                                     groups)
         return with_groups(found, entries)
+    # of NVFP4
+    if scales.dtype == torch.float8_e4m3fn and above is None and below is None:
+        raise ValueError(f"it lacks {weight}_scale_2 or {weight}_global_scale")
     if above is not None:
         scales = scales.float() * with_dims(above, scales.ndim)
     if below is not None:

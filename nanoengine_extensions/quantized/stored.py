@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nanoengine.features import rejected
+from nanoengine.features import naming, rejected
 from nanoengine_extensions.quantized import formulas, methods
 from nanoengine_extensions.quantized.formulas import Grouped
 
@@ -71,8 +71,9 @@ class Index:
     def __init__(self, files: list[Path]) -> None:
         self.files: dict[str, Path] = {}
         for file in files:
-            for name in safe_open(file, framework="pt").keys():
-                self.files[name] = file
+            with naming(file):
+                names = safe_open(file, framework="pt").keys()
+            self.files |= dict.fromkeys(names, file)
 
     def slice_of(self, name: str) -> Any:
         return safe_open(self.files[name], framework="pt").get_slice(name)
@@ -108,6 +109,9 @@ def sizes_in(entries: dict[str, Any], dim: int) -> list[int]:
     # such as [128, 128] and "128x128"
     given = [re.findall(r"-?\d+", str(entries.get(name))) for name in names]
     found = [int(sizes[dim if len(sizes) > 1 else 0]) for sizes in given if sizes]
+    # those of ModelOpt always have one size, which it does not say
+    if methods.algorithm_of(entries) == "FP8_PB_WO":
+        found.append(128)
     return sum((sizes_in(each, dim) for each in entries.values() if isinstance(each, dict)), found)
 
 

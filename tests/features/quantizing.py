@@ -227,6 +227,8 @@ AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point
 GPTQ = dict(quant_method="gptq", group_size=32, desc_act=False, sym=False)
 FORMATS = {
     "awq": (4, 32, False, False, in_awq, AWQ),
+    # all zeros are 8: GPTQModel and AutoRound store them, too
+    "awq symmetric": (4, 32, False, True, in_awq, AWQ | dict(zero_point=False)),
     "awq one group": (4, 256, False, False, in_awq, AWQ | dict(group_size=-1)),
     # the last of 96, 96 and 64 inputs; 4 parts of 64 inputs would be equal
     "awq uneven": (4, 96, False, False, in_awq, AWQ | dict(group_size=96)),

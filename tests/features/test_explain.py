@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM
 
@@ -92,10 +94,7 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
      r'with "architectures": \["Qwen2ForCausalLM"\]$'),
     *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
        f"quantization_config: {method}.*must be the model that was quantized")
-      for method in ("bitsandbytes", "hqq")],
-    (dict(architectures=["LlamaForCausalLM"], quantization_config=dict(
-        quant_method="bitsandbytes", load_in_8bit=True, bnb_4bit_quant_type="fp4")),
-     "quantization_config: bitsandbytes.,"),
+      for method in ("quanto", "hqq")],
     (dict(architectures=["LlamaForCausalLM"], quantization=dict(group_size=64, bits=4)),
      "'bits': 4.* must be the model that was quantized"),
     (dict(architectures=["Olmo2ForCausalLM"], quantization=dict(group_size=64, bits=4)),
@@ -125,8 +124,18 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
         LLM(folder, load_format="dummy")
 
 
-@pytest.mark.parametrize(
-    "name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("end", ["weight_scale", "qweight"])
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_quantized_weights_that_the_config_does_not_name(copy, model_impl, end):
+    """transformers would leave the scales out."""
+    file = copy / "model.safetensors"
+    name = f"model.layers.0.mlp.up_proj.{end}"
+    save_file(load_file(file) | {name: torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=f"{name}: its config.json must have a quantization_conf"):
+        LLM(str(copy), model_impl=model_impl)
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
 def test_quantization_in_a_file_of_its_own(copy, name):
     """As AutoGPTQ and AutoAWQ wrote it in 2023. Newer ones write it in both places."""
     (copy / name).write_text('{"bits": 4}')

@@ -527,12 +527,11 @@ AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_awq
 
 
 @pytest.mark.parametrize("entries, message", [
-    (dict(quant_method="bitsandbytes", load_in_8bit=True), "load_in_4bit=False .* one of .True."),
     (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
     (dict(bits=4), "quant_method=None"),
     (AWQ | dict(version="gemv"), "version='gemv' .* one of .'gemm'."),
     (AWQ | dict(backend="llm-awq"), "backend='llm-awq'"),
-    (AWQ | dict(bits=3), "bits=3"), (AWQ | dict(zero_point=False), "zero_point=False"),
+    (AWQ | dict(bits=3), "bits=3"),
     (GPTQ | dict(bits=3), "bits=3 .* one of .4, 8."), (GPTQ, "bits=None"),
     (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
     (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),

@@ -1,4 +1,4 @@
-"""Models in NF4 and FP4, as bitsandbytes stores them. The tables are those of
+"""Models in NF4, FP4 and INT8, as bitsandbytes stores them. The tables are those of
 bitsandbytes 0.50.2, which dequantized such weights to the same bits."""
 
 import json
@@ -149,12 +149,67 @@ def test_a_part_is_missing(make_4_bits):
 def test_names_of_other_tensors(make_4_bits):
     folder, model = make_4_bits("nf4")
     files = sorted(folder.glob("*.safetensors"))
-    opened = bitsandbytes_files.open_4_bits(Index(files), files[0])
-    opened |= bitsandbytes_files.open_4_bits(Index(files), files[1])
+    opened = bitsandbytes_files.open_bitsandbytes(Index(files), files[0])
+    opened |= bitsandbytes_files.open_bitsandbytes(Index(files), files[1])
     assert {name for name in opened} == {*model.state_dict()}
 
 
 def test_sums_are_refused(make_4_bits):
     folder, _ = make_4_bits("nf4")
+    with pytest.raises(ValueError, match="must be without '_sums' for bitsandbytes"):
+        LLM(folder, quantization="bitsandbytes_sums", **OPTIONS)
+
+
+# ---------------------------------------------------------------------------------------- INT8
+
+
+@pytest.fixture
+def make_8_bits(make_model, tmp_path):
+    """changes: further tensors of the file; those that are None are removed."""
+    def made(architecture: str = "Llama", changes: Any = ()) -> tuple[Path, Any]:
+        source, model = make_model(architecture, num_hidden_layers=2)
+        folder = shutil.copytree(source, tmp_path / "8 bits")
+        tensors: dict[str, Any] = load_file(folder / "model.safetensors")
+        for name, weight in model.state_dict().items():
+            if "_proj.weight" in name:
+                largest = weight.half().abs().amax(1).float()
+                numbers = (weight * 127 / largest[:, None]).round().clamp(-127, 127)
+                tensors |= {name: numbers.to(torch.int8), f"{name}_format": torch.zeros(
+                    (), dtype=torch.uint8), name.replace("weight", "SCB"): largest}
+                # in the order of `int8_vectorwise_dequant`
+                weight.copy_(numbers * largest[:, None] * 7.874015718698502e-3)
+        tensors |= dict(changes)
+        save_file({name: each for name, each in tensors.items() if each is not None},
+                  folder / "model.safetensors", metadata={"format": "pt"})
+        change_config(folder, quantization_config=dict(
+            quant_method="bitsandbytes", load_in_8bit=True, load_in_4bit=False,
+            llm_int8_threshold=6.0))
+        return folder, model
+    return made
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Olmo2"])
+def test_the_tokens_of_int8(make_8_bits, architecture, caplog):
+    folder, model = make_8_bits(architecture)
+    assert generated(folder) == [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
+    assert "load_in_8bit of the model's quantization_config are left out" in caplog.text
+    file = folder / "model.safetensors"
+    opened = bitsandbytes_files.open_bitsandbytes(Index([file]), file)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(opened[name].read(), weight)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Olmo2"])
+@pytest.mark.parametrize("end, value, message", [
+    ("SCB", None, "down_proj.weight in .*SCB"),
+    ("weight_format", torch.tensor(2), "down_proj.weight_format=2 .* must be 0")])
+def test_damaged_int8(make_8_bits, architecture, end, value, message):
+    folder, _ = make_8_bits(architecture, {f"model.layers.1.mlp.down_proj.{end}": value})
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, **OPTIONS)
+
+
+def test_int8_has_no_sums(make_8_bits):
+    folder, _ = make_8_bits()
     with pytest.raises(ValueError, match="must be without '_sums' for bitsandbytes"):
         LLM(folder, quantization="bitsandbytes_sums", **OPTIONS)

@@ -1,5 +1,6 @@
-"""gpt-oss, whose experts are stored in MXFP4: as openai/gpt-oss-20b, and as llama.cpp's converter
-writes it. transformers' own function dequantizes the weights of the model to compare with."""
+"""gpt-oss, whose experts are stored in MXFP4: as openai/gpt-oss-20b, as llama.cpp's converter
+writes it, and with linears of each expert, as llm-compressor and AutoRound do. transformers' own
+function dequantizes the weights of the model to compare with."""
 
 import json
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 import transformers
 from conftest import greedy_reference
-from quantizing import BFLOAT16, GREEDY, OPTIONS, PROMPTS, generated, gguf_name
+from quantizing import (
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, change_config, compressed_config, generated, gguf_name)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -73,6 +75,35 @@ def write_safetensors(folder: Path, model: Any, numbers: Numbers) -> Path:
     return folder
 
 
+def write_linears(folder: Path, model: Any, numbers: Numbers) -> Path:
+    """Each expert has its own matrices and biases, with gates and ups apart."""
+    folder = write_safetensors(folder, model, numbers)
+    files = sorted(folder.glob("*.safetensors"))
+    stored = {name: each for file in files for name, each in load_file(file).items()}
+    tensors = {}
+    for name, each in stored.items():
+        if "mlp.experts." not in name:
+            tensors[name] = each
+            continue
+        module, own = name.split("experts.")
+        ends = {"_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+        end = next(end for end in ends if own.endswith(end))
+        parts = {"down_proj": slice(None)}
+        if "gate_up" in own:
+            parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for part, rows in parts.items():
+            for number, matrix in enumerate(each[:, rows]):
+                matrix = matrix.flatten(1) if end == "_blocks" else matrix
+                tensors[f"{module}experts.{number}.{part}.{ends[end]}"] = matrix.contiguous()
+    for file in files:
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change_config(folder, quantization_config=compressed_config(4, type="float", group_size=32) | {
+        "format": "mxfp4-pack-quantized"})
+    return folder
+
+
 def write_gguf(folder: Path, model: Any, numbers: Numbers, kind: str = "MXFP4") -> Path:
     """kind: the type of experts' matrices; it must be exact"""
     path = folder / "model.gguf"
@@ -131,7 +162,9 @@ def add_experts(writer: Any, layer: str, name: str, weight: Tensor, numbers: Num
                 gguf.quantize(each, stored) for each in matrices]), raw_dtype=stored)
 
 
-WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf}
+WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf, "linears": write_linears}
+# what these models are quantized by
+METHODS = {"safetensors": "mxfp4", "gguf": "gguf", "linears": "compressed-tensors"}
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +206,7 @@ def test_in_bfloat16_sums_are_scaled(tmp_path, drawn, form):
     options_of_all = BFLOAT16 | dict(block_size=16)
     found = [generated(path, **options_of_all | options) for options in (
         {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
-        dict(quantization="mxfp4_sums" if form == "safetensors" else "gguf_sums"))]
+        dict(quantization=f"{METHODS[form]}_sums"))]
     assert all(each == found[0] for each in found)
     with LLM(path, **options_of_all) as llm:
         linears = [each for each in llm.engine.runner.model.layers.modules()

@@ -287,6 +287,18 @@ def test_act_order(kind):
     assert packed.pack(found, torch.float32) is None
 
 
+@pytest.mark.parametrize("where", [[], ["quantization"], ["quantized_layers", "own"]], ids=str)
+def test_blocks_of_modelopt_at_the_edge(where):
+    """They have 128 rows and columns, even if blocks of the same size would fit."""
+    entries = dict(quant_algo="fp8_pb_wo")
+    for name in reversed(where):
+        entries = {name: entries}
+    numbers, scales = torch.ones(192, 320).to(torch.float8_e4m3fn), torch.rand(2, 1, 3, 1)
+    found: Any = scaled(numbers, scales, entries)
+    wanted = scales[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(found.dequantized(), wanted[:192, :320])
+
+
 def test_a_type_without_scales_is_refused():
     with pytest.raises(ValueError, match="dtype of a weight with scales=torch.bfloat16 .* must be"):
         scaled(torch.ones(32, 64).bfloat16(), torch.ones(1), {})
@@ -301,6 +313,51 @@ def test_a_weight_without_its_scale_is_refused(make_scaled):
     for model_impl in ("native", "transformers"):
         with pytest.raises(ValueError, match=r"v_proj.weight='F8_E4M3' .* its scale, .*_scale"):
             LLM(folder, model_impl=model_impl, **OPTIONS)
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+@pytest.mark.parametrize("name, end, value, message", [
+    ("W8A8", "weight_scale", None, "v_proj.weight='I8' .* must be beside its scale"),
+    ("NVFP4", "weight_global_scale", None, "v_proj.weight in .*: it lacks .*_global_scale"),
+    ("ModelOpt", "weight_scale_2", None, "v_proj.weight in .*: it lacks .*weight_scale_2"),
+    ("W8A8", "weight_scale", torch.ones(5), "v_proj.weight in .*makes 5 groups")])
+def test_damaged_scales(make_scaled, model_impl, name, end, value, message):
+    folder, _ = make_scaled(name)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        key = f"model.layers.1.self_attn.v_proj.{end}"
+        if tensors.pop(key, None) is not None and value is not None:
+            tensors[key] = value
+        save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, model_impl=model_impl, **OPTIONS)
+
+
+def test_a_truncated_file_is_named(make_scaled):
+    folder, _ = make_scaled("W8A8")
+    file = folder / "model-2.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model-2.safetensors: .*incomplete"):
+        LLM(folder, **OPTIONS)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3", "Olmo2"])
+def test_a_file_beside_the_config(make_scaled, architecture, caplog):
+    """As ModelOpt wrote it in 2024."""
+    folder, model = make_scaled("ModelOpt FP8", architecture)
+    config = json.loads((folder / "config.json").read_text())
+    entries = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": entries["quantization"]}))
+    assert generated(folder, quantization="modelopt") == expected(model)
+    assert "kv_cache_quant_algo, quant_algo of the model's quantization_config" in caplog.text
+    file.write_text(json.dumps(dict(quantization=dict(quant_algo="W4A16_AWQ"))))
+    with pytest.raises(ValueError, match="quant_algo='W4A16_AWQ' is not accepted"):
+        LLM(folder, **OPTIONS)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="hf_quant_config.json: "):
+        LLM(folder, **OPTIONS)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -348,6 +405,7 @@ def test_matrices_of_experts_with_zeros_are_refused():
         "group_1": dict(targets=["LlamaAttention"], weights=None, input_activations=ROUNDED)}),
      {"input_activations"}),
     (dict(quant_method="modelopt", quant_algo="fp8_pb_wo"), set()),
+    (dict(quant_method="fp8", fmt="float8_e4m3fn"), set()),
     (dict(quant_method="modelopt", quant_algo="NVFP4"), {"quant_algo"}),
     ({name: value for name, value in AUTO_ROUND.items() if name != "packing_format"}, set())],
     ids=str)

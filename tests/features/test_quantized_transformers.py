@@ -457,7 +457,6 @@ def test_bfloat16_is_checked_in_float32(folder_of, monkeypatch, name):
 
 @pytest.mark.parametrize("entries, options, message", [
     (dict(quant_method="bitsandbytes", load_in_4bit=True), {}, "none of its weights is quantized"),
-    (dict(quant_method="bitsandbytes", load_in_8bit=True), {}, "load_in_4bit=False .* one of"),
     (dict(quant_method="fp8"), dict(quantization="int8"), "None or 'fp8'"),
     (dict(quant_method="mxfp4"), dict(quantization="int4"), "None or 'mxfp4'"),
     (dict(quant_method="gptq", bits=3), {}, "quantization_config.bits=3 is not accepted"),
