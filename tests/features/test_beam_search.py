@@ -2,8 +2,6 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -114,6 +112,8 @@ def test_preempted_beams_end_up_the_same(small_llm, undisturbed, policies, happe
 @pytest.mark.parametrize("policies", [
     dict(), dict(run_ahead=True), dict(scheduling="static"), dict(scheduling_policy="priority"),
     dict(max_num_seqs=3, scheduling="mixed"), dict(kv_allocation="max-length"),
+    # fewer than a prompt has beams
+    dict(max_num_seqs=1), dict(max_num_seqs=2, preemption_mode="swap", run_ahead=True),
     dict(preemption_mode="swap", run_ahead=True, scheduling="mixed"),
     dict(scheduling=overtaking("mixed"), kv_allocation="reserve", run_ahead=True),
     dict(scheduling=overtaking("static"), scheduling_policy="priority", run_ahead=True)],
@@ -256,27 +256,25 @@ def test_beams_without_finite_log_probabilities_end_with_an_error(bundled):
         assert len(beam.logprobs) == 3
 
 
-@pytest.mark.parametrize("policy, expected", [("fcfs", "abcde"), ("priority", "eabcd")])
-def test_beams_that_get_room_keep_the_order_of_waiting(policy, expected):
-    """Without scheduling_policy="priority", a priority has no effect on those that wait."""
-    scheduler = Scheduler(BlockManager(8, 4), EngineConfig(model="m", scheduling_policy=policy))
-    seqs = {name: Sequence(name, [1, 2], 2, 9, priority=-(name == "e")) for name in "abcde"}
+def test_beams_that_make_way_leave_the_order_of_waiting():
+    scheduler = Scheduler(BlockManager(8, 4), EngineConfig(model="m"))
+    seqs = {name: Sequence(name, [1, 2], 2, 9) for name in "abcde"}
     for name in "cab":
         scheduler.running.append(seqs[name])
         scheduler.block_manager.allocate(seqs[name])
-        seqs[name].num_computed_tokens = 2
     for name in "de":
         scheduler.enqueue(seqs[name])
-    search: Any = SimpleNamespace(is_finished=False, scores={seqs["a"]: 0.0, seqs["b"]: 0.0})
-    make_way([search], scheduler)
+    make_way(scheduler)
+    assert len(scheduler.running) == 3, "they have tokens to compute"
+    for seq in scheduler.running:
+        seq.num_computed_tokens = 2
+    make_way(scheduler)
     assert not scheduler.running and scheduler.block_manager.num_free_blocks == 8
-    assert "".join(seq.request_id for seq in scheduler.waiting) == expected
+    assert "".join(seq.request_id for seq in scheduler.waiting) == "de"
 
 
 def test_beams_that_might_not_fit_are_refused(small_llm):
     use_policies(small_llm, max_num_seqs=4)
-    with pytest.raises(ValueError, match="beam_width=5 .*max_num_seqs=4"):
-        small_llm.beam_search([[1]], BeamSearchParams(5, 2))
     with pytest.raises(ValueError, match="beam_width=4 .* at most 3 with num_kv_blocks=12"):
         small_llm.beam_search([[1], [2]], BeamSearchParams(4, 48))
     for bad in (None, SamplingParams()):
