@@ -21,7 +21,7 @@ others. An observer calls `update` for each of them that has a new token. This f
 
 import math
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any
 from weakref import WeakValueDictionary
@@ -50,6 +50,8 @@ class BeamSearchParams:
     include_stop_str_in_output: keep the text of EOS in the text of a beam that ended with it.
     skip_special_tokens: leave other special tokens out of the text.
     structured_outputs: must be None: beams are ranked by raw log-probabilities, without a grammar.
+    allowed_token_ids: the only tokens that may be generated. Their log-probabilities stay those
+        among all tokens, so they have no rank.
     """
 
     beam_width: int
@@ -60,6 +62,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: None = None
+    allowed_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         """strict.py checks the types before this."""
@@ -103,6 +106,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     """
     if not isinstance(params, BeamSearchParams):
         raise rejected("params", type(params), "a BeamSearchParams")
+    llm.inputs.check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
     sampling_params = SamplingParams(
         temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
@@ -196,8 +200,10 @@ class BeamSearch(Request):
         seq.needs_tokens = True
         # raw log-probabilities decide: an edit would change nothing
         seq.edits = ()
+        allowed = params.allowed_token_ids and frozenset(params.allowed_token_ids)
+        self.for_logprobs = {"temperature": params.temperature, "allowed": allowed}
         # chosen: the log-probabilities that its tokens were chosen by
-        seq.kept.update(temperature=params.temperature, chosen=[])
+        seq.kept.update(self.for_logprobs, chosen=[])
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
         # beams have no text
@@ -215,6 +221,9 @@ class BeamSearch(Request):
         if beam.finish_reason != "error":
             beam.token_ids.pop()
             self.found[beam] = beam.kept["logprobs"].pop(beam.num_tokens).read()
+            if allowed := self.for_logprobs["allowed"]:
+                self.found[beam] = {token_id: replace(each, rank=None) for token_id, each
+                                    in self.found[beam].items() if token_id in allowed}
         if len(self.found) == len(self.scores) and all(
                 beam.finish_reason or "is_parked" in beam.kept or not beam.num_uncomputed_tokens
                 for beam in self.scores):
@@ -262,8 +271,7 @@ class BeamSearch(Request):
             if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])
-                beam.kept.update(temperature=self.params.temperature,
-                                 chosen=[*parent.kept["chosen"]])
+                beam.kept.update(self.for_logprobs, chosen=[*parent.kept["chosen"]])
                 if parent.is_running:
                     self.scheduler.fork(parent, beam)
                 else:

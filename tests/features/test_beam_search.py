@@ -80,6 +80,28 @@ def test_tokens_and_scores_equal_transformers(llm, model, width, max_tokens, len
     assert reasons == {"length"} if ignore_eos else "stop" in reasons or max_tokens == 1
 
 
+@pytest.mark.parametrize("width, allowed", [(3, [*range(0, 90, 5), 5]), (4, range(6, 12))])
+def test_allowed_tokens_keep_their_log_probabilities(llm, model, width, allowed):
+    """As with `prefix_allowed_tokens_fn` in transformers. The first has EOS tokens, and one token
+    twice; the second has fewer tokens than a step has candidates."""
+    params = BeamSearchParams(width, 8, allowed_token_ids=[*allowed])
+    use_policies(llm)
+    free = llm.beam_search(PROMPTS, BeamSearchParams(width, 8))
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params)):
+        tokens, scores = hf_beams(model[1], prompt, width, 8,
+                                  prefix_allowed_tokens_fn=lambda *_: [*allowed])
+        assert [beam.tokens for beam in output.sequences] == tokens
+        assert [beam.score for beam in output.sequences] == pytest.approx(scores, rel=1e-5)
+        for beam in output.sequences:
+            assert {*beam.tokens[len(prompt):]} <= {*allowed}
+            assert all({*found} <= {*allowed} for found in beam.logprobs)
+            assert {each.rank for found in beam.logprobs for each in found.values()} == {None}
+    assert llm.beam_search(PROMPTS, BeamSearchParams(width, 8)) == free
+    for bad, why in (([], "at least 1"), ([-1], "allowed_token_ids"), ([9999], "vocabulary")):
+        with pytest.raises(ValueError, match=why):
+            llm.beam_search(PROMPTS, BeamSearchParams(width, 8, allowed_token_ids=bad))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(llm):
     """Prompts, and their beams where there are blocks enough."""
