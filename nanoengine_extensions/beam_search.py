@@ -201,7 +201,7 @@ class BeamSearch(Request):
         # raw log-probabilities decide: an edit would change nothing
         seq.edits = ()
         allowed = params.allowed_token_ids and frozenset(params.allowed_token_ids)
-        self.for_logprobs = {"temperature": params.temperature, "allowed": allowed}
+        self.for_logprobs: dict[str, Any] = {"temperature": params.temperature, "allowed": allowed}
         # chosen: the log-probabilities that its tokens were chosen by
         seq.kept.update(self.for_logprobs, chosen=[])
         # the summed log-probability of each beam; at the end, of the last beams
