@@ -10,7 +10,7 @@ others. An observer calls `update` for each of them that has a new token. This f
     llm.steps_for(searches), llm.change(work)
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
-    Scheduler.preempt(seq), .enqueue(seq), .waiting, .running
+    Scheduler.enqueue(seq), .running, BlockManager.deallocate(seq)
                                             only if nothing else can run: see `make_way`
     BlockManager.hold(seq), .num_blocks_for(num_tokens)
                                             the blocks that a search can need
@@ -21,7 +21,7 @@ others. An observer calls `update` for each of them that has a new token. This f
 
 import math
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Any
 from weakref import WeakValueDictionary
@@ -50,6 +50,8 @@ class BeamSearchParams:
     include_stop_str_in_output: keep the text of EOS in the text of a beam that ended with it.
     skip_special_tokens: leave other special tokens out of the text.
     structured_outputs: must be None: beams are ranked by raw log-probabilities, without a grammar.
+    allowed_token_ids: the only tokens that may be generated. Their log-probabilities stay those
+        among all tokens, so they have no rank.
     """
 
     beam_width: int
@@ -60,6 +62,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: None = None
+    allowed_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         """strict.py checks the types before this."""
@@ -103,6 +106,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     """
     if not isinstance(params, BeamSearchParams):
         raise rejected("params", type(params), "a BeamSearchParams")
+    llm.inputs.check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
     sampling_params = SamplingParams(
         temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
         logprobs=params.beam_width * max(2, 1 + len(llm.inputs.eos_tokens)))
@@ -122,7 +126,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
         for updated in steps:
             # no step could be launched
             if not updated and num_steps == beams.num_steps:
-                llm.change(lambda: make_way(searches, scheduler))
+                llm.change(lambda: make_way(scheduler))
             num_steps = beams.num_steps
     tokenizer = llm.inputs.tokenizer
     for beam in [beam for search in searches for beam in search.finished]:
@@ -153,23 +157,21 @@ class Beams(Feature):
                 search.update(seq)
 
 
-def make_way(searches: list["BeamSearch"], scheduler: Scheduler) -> None:
-    """Lets the first of these searches continue, if nothing can run.
+def make_way(scheduler: Scheduler) -> None:
+    """Parks all sequences with blocks, if nothing can run.
 
-    In that case all sequences with blocks are paused beams, which wait for other beams of their
-    prompts that do not fit. All lose their blocks, and the beams of the first search go to the
-    front.
+    In that case they are paused beams, which wait for other beams of their prompts that do not fit.
+    They lose their blocks, and leave the scheduler until their search continues. Nothing computes
+    them again before that, since their log-probabilities are known.
 
-    So the search always ends. The head of the queue now fits. If it is not a beam, it gets a token;
-    if it is a beam of the first search, all beams of this search fit and continue.
+    So a search always ends: the head of the queue now fits. It gets a token or, if it is a beam, it
+    will be known, too.
     """
-    beams = next((search.scores for search in searches if not search.is_finished), {})
     if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
-        while scheduler.running:
-            scheduler.preempt(scheduler.running[-1])
-        for beam in [seq for seq in reversed(scheduler.waiting) if seq in beams]:
-            scheduler.waiting.remove(beam)
-            scheduler.enqueue(beam, in_front=True)
+        for beam in scheduler.running:
+            scheduler.block_manager.deallocate(beam)
+            beam.kept["is_parked"] = True
+        scheduler.running.clear()
 
 
 class BeamSearch(Request):
@@ -187,10 +189,9 @@ class BeamSearch(Request):
         manager = scheduler.block_manager
         longest = max(seq.max_num_tokens, manager.hold(seq))
         most = manager.num_blocks // manager.num_blocks_for(longest)
-        most_seqs = scheduler.config.max_num_seqs
-        if params.beam_width > min(most, most_seqs):
-            raise rejected("beam_width", params.beam_width, f"at most {most} with num_kv_blocks="
-                           f"{manager.num_blocks}, and at most max_num_seqs={most_seqs}")
+        if params.beam_width > most:
+            raise rejected("beam_width", params.beam_width,
+                           f"at most {most} with num_kv_blocks={manager.num_blocks}")
         self.params = params
         self.scheduler = scheduler
         # the search, not the engine, ends a beam that samples one of these tokens
@@ -199,8 +200,10 @@ class BeamSearch(Request):
         seq.needs_tokens = True
         # raw log-probabilities decide: an edit would change nothing
         seq.edits = ()
+        allowed = params.allowed_token_ids and frozenset(params.allowed_token_ids)
+        self.for_logprobs: dict[str, Any] = {"temperature": params.temperature, "allowed": allowed}
         # chosen: the log-probabilities that its tokens were chosen by
-        seq.kept.update(temperature=params.temperature, chosen=[])
+        seq.kept.update(self.for_logprobs, chosen=[])
         # the summed log-probability of each beam; at the end, of the last beams
         self.scores = {seq: 0.0}
         # beams have no text
@@ -218,8 +221,12 @@ class BeamSearch(Request):
         if beam.finish_reason != "error":
             beam.token_ids.pop()
             self.found[beam] = beam.kept["logprobs"].pop(beam.num_tokens).read()
+            if allowed := self.for_logprobs["allowed"]:
+                self.found[beam] = {token_id: replace(each, rank=None) for token_id, each
+                                    in self.found[beam].items() if token_id in allowed}
         if len(self.found) == len(self.scores) and all(
-                beam.finish_reason or not beam.num_uncomputed_tokens for beam in self.scores):
+                beam.finish_reason or "is_parked" in beam.kept or not beam.num_uncomputed_tokens
+                for beam in self.scores):
             self._go_on(self._choose())
 
     def _choose(self) -> list[tuple[float, Sequence, int]]:
@@ -254,6 +261,8 @@ class BeamSearch(Request):
         """Drops the beams that do not continue, and forks those with several continuations."""
         kept = {beam for _, beam, _ in chosen}
         for beam in self.scores:
+            if beam.kept.pop("is_parked", False):
+                self.scheduler.enqueue(beam, in_front=True)
             if beam not in kept and not beam.finish_reason:
                 self.scheduler.finish(beam, "abort")
         scores: dict[Sequence, float] = {}
@@ -262,9 +271,11 @@ class BeamSearch(Request):
             if beam in scores:
                 parent = beam
                 beam = parent.fork(token_ids=[*parent.token_ids[:-1], token_id])
-                beam.kept.update(temperature=self.params.temperature,
-                                 chosen=[*parent.kept["chosen"]])
-                self.scheduler.fork(parent, beam)
+                beam.kept.update(self.for_logprobs, chosen=[*parent.kept["chosen"]])
+                if parent.is_running:
+                    self.scheduler.fork(parent, beam)
+                else:
+                    self.scheduler.enqueue(beam, in_front=True)
             else:
                 beam.token_ids.append(token_id)
                 beam.kept["chosen"].append(self.found[beam])

@@ -121,6 +121,7 @@ class Logprobs(Feature):
     cumulative_logprob: the sum of output_logprobs.
     temperature: divides the logits of a beam. Only beams have it, since only they are chosen by
         log-probability.
+    allowed: for a beam, the tokens of which the likeliest are found; None for all.
     scorer: a sequence that stands for the prompt in the rows that score its tokens.
     tokens: for a scorer, or a copy with guesses: the tokens of the sequence that it stands for.
     is_scorer: whether it is a scorer.
@@ -162,7 +163,8 @@ class Logprobs(Feature):
                 batch.sampled += [Row(index, scorer, place) for place in range(first, stop)]
 
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
-        asked = {number: (row.seq.params.logprobs, row.seq.kept.get("temperature", 0.0))
+        asked = {number: (row.seq.params.logprobs, row.seq.kept.get("temperature", 0.0),
+                          row.seq.kept.get("allowed"))
                  for number, row in enumerate(rows) if row.seq.params.logprobs is not None}
         known = {number: rows[number].seq.kept["tokens"][rows[number].position]
                  for number in asked if "is_scorer" in rows[number].seq.kept}
@@ -221,11 +223,12 @@ def first_scored(seq: Sequence) -> int:
 
 
 def find_logprobs(logits: Tensor, targets: Tensor,
-                  asked: dict[int, tuple[int, float]]) -> dict[int, Tensor]:
+                  asked: dict[int, tuple[int, float, Any]]) -> dict[int, Tensor]:
     """Returns the entries of `RowLogprobs`, by the number of the row.
 
     logits: (rows, vocab_size); targets: (rows,), a token of each row.
-    asked: for each row, how many of its likeliest tokens, and the temperature of its logits.
+    asked: for each row, how many of its likeliest tokens, the temperature of its logits, and the
+        tokens that count.
     """
     found: dict[int, Tensor] = {}
     alike = defaultdict(list)
@@ -234,7 +237,7 @@ def find_logprobs(logits: Tensor, targets: Tensor,
     size = max_rows(logits)
     parts = [(kind, numbers[start:start + size]) for kind, numbers in alike.items()
              for start in range(0, len(numbers), size)]
-    for (count, temperature), numbers in parts:
+    for (count, temperature, allowed), numbers in parts:
         index = send(numbers, logits.device)
         values = logits.index_select(0, index).double().div(temperature or 1).log_softmax(dim=-1)
         most = values.shape[1]
@@ -242,7 +245,11 @@ def find_logprobs(logits: Tensor, targets: Tensor,
         own = values.gather(1, chosen)
         # raised for `topk`, so that the sampled token comes before others that are equally likely
         values.scatter_(1, chosen, own.nextafter(own.new_full((), torch.inf)))
-        likeliest = values.topk(most if count == -1 else min(count, most)).indices
+        if allowed:
+            tokens = send([*allowed], logits.device)
+            likeliest = tokens[values[:, tokens].topk(min(count, len(tokens))).indices]
+        else:
+            likeliest = values.topk(most if count == -1 else min(count, most)).indices
         values.scatter_(1, chosen, own)
         token_ids = torch.cat([chosen, likeliest], dim=1)
         picked = values.gather(1, token_ids)

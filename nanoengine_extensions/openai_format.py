@@ -34,12 +34,12 @@ KNOWN = {CHAT: OF_ALL | OF_CHATS | TEMPLATE, COMPLETION: OF_ALL | {"echo", "prom
 # with the first two together, each chunk of a stream has the usage so far, as in vLLM
 STREAMING = ["include_usage", "continuous_usage_stats", "include_obfuscation"]
 IGNORED = {*"""cache_salt metadata model parallel_tool_calls prompt_cache_key request_id
-    safety_identifier service_tier spaces_between_special_tokens store user""".split()}
+    safety_identifier service_tier session_id spaces_between_special_tokens store user""".split()}
 # the only value without an effect
 NEUTRAL: dict[str, Any] = {
-    "best_of": 1, "echo": False, "include_reasoning": True, "length_penalty": 1.0,
-    "modalities": ["text"], "priority": 0, "return_token_ids": False, "suffix": "",
-    "return_tokens_as_token_ids": False, "tool_choice": "none", "use_beam_search": False}
+    "best_of": 1, "include_reasoning": True, "length_penalty": 1.0, "modalities": ["text"],
+    "priority": 0, "suffix": "", "tool_choice": "none", **dict.fromkeys("""echo use_beam_search
+    return_token_ids return_tokens_as_token_ids return_weight_versions""".split(), False)}
 # a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
 
@@ -96,9 +96,11 @@ class Body:
             given = {name: body[name] for name in TEMPLATE & body.keys()}
             further = body.get("chat_template_kwargs", {})
             if "reasoning_effort" in body and isinstance(further, dict):
-                # a variable of templates such as gpt-oss's, as in vLLM
+                # as in vLLM: the first is a variable of templates such as gpt-oss's, the second of
+                # those that only turn thinking on or off, such as Qwen3's
                 given["chat_template_kwargs"] = {
-                    "reasoning_effort": body["reasoning_effort"], **further}
+                    "reasoning_effort": body["reasoning_effort"],
+                    "enable_thinking": body["reasoning_effort"] != "none", **further}
             self.prompts = extension("chat").render(llm.inputs, [body.get("messages")], **given)
             return
         prompt: Any = body.get("prompt")

@@ -33,31 +33,31 @@ WITHOUT_EFFECT = {*"""aggregate_engine_logging all2all_backend allowed_local_med
     guided_decoding_disable_any_whitespace guided_decoding_disable_fallback hf_token ignore_patterns
     interleave_mm_strings jit_monitor_mode kernel_config kv_cache_metrics kv_cache_metrics_sample
     kv_offloading_backend language_model_only limit_mm_per_prompt linear_backend log_level
-    logging_config long_prefill_token_threshold lora_dtype master_addr master_port
+    logging_config long_prefill_token_threshold lora_dtype master_addr master_port max_cpu_loras
     max_cudagraph_capture_size max_long_partial_prefills max_lora_rank max_loras
     max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture mm_encoder_tp_mode
-    mm_processor_cache_gb mm_processor_cache_type model_loader_extra_config moe_backend
+    mm_processor_cache_gb mm_processor_cache_type model_loader_extra_config moe_backend monokernel
     num_scheduler_steps numa_bind offload_num_in_group offload_prefetch_step optimization_level
     output_kind performance_mode prefill_schedule_interval prefix_caching_hash_algo
     pt_load_map_location ray_workers_use_nsight renderer_num_workers routed_experts_prompt_start
     safetensors_load_strategy scheduler_delay_factor scheduler_reserve_full_isl served_model_name
     show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
-    skip_reading_prefix_cache spaces_between_special_tokens stream_interval trust_remote_code
-    use_tqdm_on_load use_v2_block_manager watermark""".split()}
+    skip_reading_prefix_cache sleep_mode_backend spaces_between_special_tokens stream_interval
+    trust_remote_code use_tqdm_on_load use_v2_block_manager watchdog_config watermark""".split()}
 # … and those that must not turn anything on, since this engine has nothing like them. Some are keys
 # of prompts.
 OFF = {*"""additional_config cache_salt calculate_kv_scales code_revision config_format convert
     cpu_offload_params data_parallel_rank data_parallel_size decode_context_parallel_size
     diffusion_config disable_additional_properties disable_sliding_window
-    distributed_executor_backend enable_dbo enable_elastic_ep enable_eplb enable_expert_parallel
-    enable_in_reasoning enable_lora enable_mm_embeds enable_prompt_embeds enable_reasoning
-    enable_return_routed_experts enable_trace_replay generation_config
+    distributed_executor_backend ec_transfer_config enable_dbo enable_elastic_ep enable_eplb
+    enable_expert_parallel enable_in_reasoning enable_lora enable_mm_embeds enable_prompt_embeds
+    enable_reasoning enable_return_routed_experts enable_trace_replay generation_config
     guided_decoding_disable_additional_properties hf_config_path hf_overrides io_processor_plugin
-    kv_cache_dtype kv_cache_memory_bytes kv_events_config kv_offloading_size kv_transfer_config
-    logprob_token_ids logprobs_mode lora_request mamba_cache_dtype mamba_ssm_cache_dtype
-    media_io_kwargs mm_processor_kwargs multi_modal_data multi_modal_uuids nnodes node_rank
-    offload_group_size offload_params pipeline_parallel_size pooler_config
-    prefill_context_parallel_size profiler_config prompt_embeds prompt_logprob_start
+    kv_cache_dtype kv_cache_memory_bytes kv_events_config kv_offloading_size kv_sharing_fast_prefill
+    kv_transfer_config logprob_token_ids logprobs_mode lora_request mamba_cache_dtype
+    mamba_ssm_cache_dtype media_io_kwargs mm_processor_kwargs model_class_overrides multi_modal_data
+    multi_modal_uuids nnodes node_rank offload_group_size offload_params pipeline_parallel_size
+    pooler_config prefill_context_parallel_size profiler_config prompt_embeds prompt_logprob_start
     prompt_logprob_token_ids prompt_token_offsets quantization_config reasoning_config
     reasoning_parser reasoning_parser_plugin repetition_detection return_sampling_mask rope_scaling
     rope_theta runner scheduler_cls spec_method spec_model spec_tokens speculative_config task
@@ -87,7 +87,7 @@ METHODS = """apply_model classify collective_rpc embed encode finish_weight_upda
     wake_up""".split()
 
 # vLLM's types of prompts and grammars: dicts with the same keys
-TextPrompt = TokensPrompt = StructuredOutputsParams = GuidedDecodingParams = dict
+TextPrompt = TokensPrompt = PromptType = StructuredOutputsParams = GuidedDecodingParams = dict
 # for `SamplingParams(output_kind=)`
 RequestOutputKind = Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"], start=0)
 VLLMValidationError = ValueError

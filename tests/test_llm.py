@@ -105,7 +105,7 @@ def test_without_a_tokenizer_by_choice(bundled):
     """As in a test of vLLM's own."""
     params = SamplingParams(prompt_logprobs=True, detokenize=True)
     with LLM(bundled, skip_tokenizer_init=True, num_kv_blocks=8) as llm:
-        with pytest.raises(ValueError, match="skip_tokenizer_init=True"):
+        with pytest.raises(ValueError, match="`skip_tokenizer_init=True`"):
             llm.generate("abc", params)
         (output,) = generate(llm, {"prompt_token_ids": [1, 2, 3]}, params)
         assert output.outputs[0].text == "" and output.outputs[0].token_ids

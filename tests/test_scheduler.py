@@ -352,9 +352,9 @@ class Call:
                             search.update(seq)
                             call.has_news = True
         if not self.has_news and self.num_steps == scheduler.counters["num_steps"]:
-            num_preemptions = len(scheduler.preempted)
-            make_way(self.searches, scheduler)
-            scheduler.counters["ways_made"] += len(scheduler.preempted) > num_preemptions
+            num_running = len(scheduler.running)
+            make_way(scheduler)
+            scheduler.counters["ways_made"] += len(scheduler.running) < num_running
         self.has_news = False
         self.num_steps = scheduler.counters["num_steps"]
 
@@ -406,7 +406,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
         # of the tokens that so many beams may have, as many as there can be
         room = min(max_model_len, manager.num_blocks // max(1, width) * block_size)
         is_possible = room == max_model_len or policies["kv_allocation"] != "max-length"
-        if 0 < width <= max_num_seqs and length < room and is_possible:
+        if width and length < room and is_possible:
             max_tokens = rng.choice([room - length, rng.randint(1, room - length)])
             params = BeamSearchParams(width, max_tokens, length_penalty=rng.choice([0.0, 1.0, 2.0]))
             seq = make_sequence(prompt, max_tokens, name, logprobs=2 * width)

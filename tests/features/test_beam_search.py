@@ -2,8 +2,6 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -82,6 +80,32 @@ def test_tokens_and_scores_equal_transformers(llm, model, width, max_tokens, len
     assert reasons == {"length"} if ignore_eos else "stop" in reasons or max_tokens == 1
 
 
+@pytest.mark.parametrize("width, allowed", [(3, [*range(0, 90, 5), 5]), (4, range(6, 12))])
+def test_allowed_tokens_keep_their_log_probabilities(llm, model, width, allowed):
+    """As with `prefix_allowed_tokens_fn` in transformers. The first has EOS tokens, and one token
+    twice; the second has fewer tokens than a step has candidates."""
+    params = BeamSearchParams(width, 8, allowed_token_ids=[*allowed])
+    use_policies(llm)
+    free = llm.beam_search(PROMPTS, BeamSearchParams(width, 8))
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params)):
+        tokens, scores = hf_beams(model[1], prompt, width, 8,
+                                  prefix_allowed_tokens_fn=lambda *_: [*allowed])
+        assert [beam.tokens for beam in output.sequences] == tokens
+        assert [beam.score for beam in output.sequences] == pytest.approx(scores, rel=1e-5)
+        for beam in output.sequences:
+            assert {*beam.tokens[len(prompt):]} <= {*allowed}
+            assert all({*found} <= {*allowed} for found in beam.logprobs)
+            assert {each.rank for found in beam.logprobs for each in found.values()} == {None}
+    assert llm.beam_search(PROMPTS, BeamSearchParams(width, 8)) == free
+
+
+@pytest.mark.needs("strict")
+@pytest.mark.parametrize("bad, why", [([], "at least 1"), ([-1], "equal to 0"), ([9999], "0 to")])
+def test_allowed_tokens_are_in_the_vocabulary(llm, bad, why):
+    with pytest.raises(ValueError, match=f"allowed_token_ids.*{why}"):
+        llm.beam_search(PROMPTS, BeamSearchParams(2, 8, allowed_token_ids=bad))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(llm):
     """Prompts, and their beams where there are blocks enough."""
@@ -114,6 +138,8 @@ def test_preempted_beams_end_up_the_same(small_llm, undisturbed, policies, happe
 @pytest.mark.parametrize("policies", [
     dict(), dict(run_ahead=True), dict(scheduling="static"), dict(scheduling_policy="priority"),
     dict(max_num_seqs=3, scheduling="mixed"), dict(kv_allocation="max-length"),
+    # fewer than a prompt has beams
+    dict(max_num_seqs=1), dict(max_num_seqs=2, preemption_mode="swap", run_ahead=True),
     dict(preemption_mode="swap", run_ahead=True, scheduling="mixed"),
     dict(scheduling=overtaking("mixed"), kv_allocation="reserve", run_ahead=True),
     dict(scheduling=overtaking("static"), scheduling_policy="priority", run_ahead=True)],
@@ -256,27 +282,25 @@ def test_beams_without_finite_log_probabilities_end_with_an_error(bundled):
         assert len(beam.logprobs) == 3
 
 
-@pytest.mark.parametrize("policy, expected", [("fcfs", "abcde"), ("priority", "eabcd")])
-def test_beams_that_get_room_keep_the_order_of_waiting(policy, expected):
-    """Without scheduling_policy="priority", a priority has no effect on those that wait."""
-    scheduler = Scheduler(BlockManager(8, 4), EngineConfig(model="m", scheduling_policy=policy))
-    seqs = {name: Sequence(name, [1, 2], 2, 9, priority=-(name == "e")) for name in "abcde"}
+def test_beams_that_make_way_leave_the_order_of_waiting():
+    scheduler = Scheduler(BlockManager(8, 4), EngineConfig(model="m"))
+    seqs = {name: Sequence(name, [1, 2], 2, 9) for name in "abcde"}
     for name in "cab":
         scheduler.running.append(seqs[name])
         scheduler.block_manager.allocate(seqs[name])
-        seqs[name].num_computed_tokens = 2
     for name in "de":
         scheduler.enqueue(seqs[name])
-    search: Any = SimpleNamespace(is_finished=False, scores={seqs["a"]: 0.0, seqs["b"]: 0.0})
-    make_way([search], scheduler)
+    make_way(scheduler)
+    assert len(scheduler.running) == 3, "they have tokens to compute"
+    for seq in scheduler.running:
+        seq.num_computed_tokens = 2
+    make_way(scheduler)
     assert not scheduler.running and scheduler.block_manager.num_free_blocks == 8
-    assert "".join(seq.request_id for seq in scheduler.waiting) == expected
+    assert "".join(seq.request_id for seq in scheduler.waiting) == "de"
 
 
 def test_beams_that_might_not_fit_are_refused(small_llm):
     use_policies(small_llm, max_num_seqs=4)
-    with pytest.raises(ValueError, match="beam_width=5 .*max_num_seqs=4"):
-        small_llm.beam_search([[1]], BeamSearchParams(5, 2))
     with pytest.raises(ValueError, match="beam_width=4 .* at most 3 with num_kv_blocks=12"):
         small_llm.beam_search([[1], [2]], BeamSearchParams(4, 48))
     for bad in (None, SamplingParams()):

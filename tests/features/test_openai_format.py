@@ -43,7 +43,8 @@ def test_what_has_no_effect_is_accepted(llm):
         assert vars(same) == vars(plain)
         # vLLM's fields at their defaults
         read(llm, body | {"include_reasoning": True, "spaces_between_special_tokens": True,
-                          "return_token_ids": False, "return_tokens_as_token_ids": False}, url)
+                          "return_token_ids": False, "return_tokens_as_token_ids": False,
+                          "return_weight_versions": False, "session_id": "a"}, url)
         with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
             read(llm, body | {"return_token_ids": True}, url)
         # chat templates write special tokens themselves
@@ -53,6 +54,16 @@ def test_what_has_no_effect_is_accepted(llm):
         # nothing is near enough
         with pytest.raises(ValueError, match="verbosity='low' is not supported .*: omit"):
             read(llm, body | {"verbosity": "low"}, url)
+
+
+def test_reasoning_effort_turns_thinking_on_or_off(llm):
+    body = {"messages": [{"role": "user", "content": "a"}],
+            "chat_template": "{{ reasoning_effort }} {{ enable_thinking }}"}
+    for further, text in (({}, " "), ({"reasoning_effort": "none"}, "none False"),
+                          ({"reasoning_effort": "low"}, "low True"),
+                          ({"reasoning_effort": "low",
+                            "chat_template_kwargs": {"enable_thinking": False}}, "low False")):
+        assert read(llm, body | further, CHAT).prompts[0]["prompt"] == text
 
 
 @pytest.mark.parametrize("is_echo", [False, True])

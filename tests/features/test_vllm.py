@@ -106,7 +106,9 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     # what vLLM's LLM has by default
     assert without(dict(nnodes=1, node_rank=0, master_addr="127.0.0.1", master_port=29501,
                         max_loras=1, max_lora_rank=16, lora_dtype="auto", mamba_cache_dtype="auto",
-                        all2all_backend="allgather_reducescatter")) == {}
+                        all2all_backend="allgather_reducescatter", monokernel=False,
+                        sleep_mode_backend="cumem", watchdog_config={},
+                        kv_sharing_fast_prefill=False)) == {}
     neutral = dict.fromkeys(OFF) | dict.fromkeys(WITHOUT_EFFECT, True)
     with LLM(tiny, block_size=16, num_kv_blocks=32, **neutral, seed=None,
              max_model_len=-1) as llm:
@@ -298,8 +300,10 @@ def test_params_of_the_engine_serve_too(llm):
 
 def test_prompts_as_typed_dicts(llm):
     ids = llm.get_tokenizer().encode("47 + 85 =")
-    prompts = [TextPrompt(prompt="47 + 85 ="), TokensPrompt(prompt_token_ids=ids),
-               TokensPrompt(prompt_token_ids=ids, prompt="mine")]
+    prompts = [
+        TextPrompt(prompt="47 + 85 ="), TokensPrompt(prompt_token_ids=ids),
+        TokensPrompt(prompt_token_ids=ids, prompt="mine")]
+    assert vllm.PromptType is dict
     outputs = generate(llm, prompts)
     assert len({tuple(ids) for ids in token_ids(outputs)}) == 1
     assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
