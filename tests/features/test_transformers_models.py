@@ -524,6 +524,27 @@ def test_code_of_a_model_is_not_run_where_transformers_has_its_own(folder_of, tm
     assert compare.compare(folder) == ("right", "")
 
 
+def test_a_different_expert_in_bfloat16_is_no_fault(make_model):
+    """With these weights, one of two tokens gets another expert than in float32."""
+    folder, _ = make_model(
+        "Mixtral", seed=5, hidden_size=64, intermediate_size=64, num_attention_heads=1,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=1, initializer_range=0.3)
+    LLM(folder, dtype="bfloat16", num_kv_blocks=16).close()
+
+
+def test_a_wrong_product_in_bfloat16(folder_of, monkeypatch):
+    """Of the engine's kernels, which the comparison in float32 does not use."""
+    optimize = check.optimize_modules
+
+    def wrong(causal, runner):
+        causal.get_output_embeddings().weight.data.neg_()
+        optimize(causal, runner)
+
+    monkeypatch.setattr(check, "optimize_modules", wrong)
+    with pytest.raises(ValueError, match="its logits in a step differ from those of transformers"):
+        make_llm(folder_of("olmo2"), dtype="bfloat16")
+
+
 def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
     folder = changed(folder_of("gpt2"), tmp_path)
     weights = load_file(folder / "model.safetensors")
