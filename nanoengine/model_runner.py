@@ -90,9 +90,9 @@ class ModelRunner:
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
         """Returns the model; `options` go to the loader; tensor parallelism passes some."""
-        own = vars(self.model_config).get("quantization_config")
-        # hf_quant_config.json: where ModelOpt wrote it in 2024
-        if self.config.quantization or own or [*folder.glob("hf_quant*")]:
+        found = vars(self.model_config).get("quantization_config")
+        # the second place is where ModelOpt wrote it in 2024
+        if self.config.quantization or found or (folder / "hf_quant_config.json").is_file():
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
             return extension("transformers_models").load(self, folder, **options)

@@ -41,8 +41,8 @@ class Feature:
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
         """A copy with a few more tokens replaces a sequence in some rows of logits: give it what
-        `edit` needs. Only speculation makes such copies, and none of a sequence that a feature
-        without this method edits."""
+        `edit` needs. Only speculation makes such copies. If a feature without this method edits a
+        sequence, there are none."""
 
     def scheduled(self, batch: Batch) -> None:
         """A step has been scheduled; it is empty if no sequence can run. A feature may add rows to

@@ -195,7 +195,7 @@ class InputProcessor:
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
-        if self.tokenizer is not None:
+        if self.tokenizer:
             return self.tokenizer
         raise rejected("tokenizer", None, "given (`skip_tokenizer_init=True`?) for text, grammars")
 

@@ -17,8 +17,8 @@
     in registers of AVX-512        64                    128                 6
     in registers of AVX2           16                    512                 4
 
-Where there are tiles, up to four rows are multiplied in registers all the same, in the order of
-tiles: such a product waits for the weight, which registers read faster.
+Even with tiles, products of up to four rows use registers, in the order of tiles: such a product
+waits for the weight, and registers read it faster.
 
 Rows are read from memory once, the weight once for each part. A part, at most 1 MiB, stays in the
 caches while the blocks go by. The weight of a slice, 32 KiB, stays in the L1 cache while the rows

@@ -249,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-o", "--output-file", type=Path, required=True)
     parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--options", default="{}", metavar="JSON",
-                        help="""LLM's: '{"max_num_seqs": 64}'; or flags: --max-num-seqs 64""")
+                        help="""options of LLM, as JSON ('{"seed": 1}') or flags (--seed 1)""")
     parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
     flags = parser.parse_args(arguments)

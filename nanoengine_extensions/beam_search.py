@@ -50,8 +50,8 @@ class BeamSearchParams:
     include_stop_str_in_output: keep the text of EOS in the text of a beam that ended with it.
     skip_special_tokens: leave other special tokens out of the text.
     structured_outputs: must be None: beams are ranked by raw log-probabilities, without a grammar.
-    allowed_token_ids: the only tokens that may be generated. Their log-probabilities stay those
-        among all tokens, so they have no rank.
+    allowed_token_ids: the only tokens that may be generated. Log-probabilities are computed
+        over the whole vocabulary, so they have no rank. There can be fewer beams than beam_width.
     """
 
     beam_width: int
@@ -120,12 +120,15 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     beams: Any = features["Beams"]
     beams.searches |= {search.request_id: search for search in searches}
     num_steps = beams.num_steps
+    # some beams of a search always wait for a place
+    is_wide = params.beam_width > scheduler.config.max_num_seqs
     with closing(llm.steps_for(searches)) as steps:
         # queues them
         next(steps)
         for updated in steps:
             # no step could be launched
-            if not updated and num_steps == beams.num_steps:
+            is_stuck = not updated and num_steps == beams.num_steps
+            if is_stuck or is_wide:
                 llm.change(lambda: make_way(scheduler))
             num_steps = beams.num_steps
     tokenizer = llm.inputs.tokenizer
@@ -158,20 +161,23 @@ class Beams(Feature):
 
 
 def make_way(scheduler: Scheduler) -> None:
-    """Parks all sequences with blocks, if nothing can run.
+    """Parks all paused beams, if nothing can run, or if there is no place for the next sequence.
 
-    In that case they are paused beams, which wait for other beams of their prompts that do not fit.
-    They lose their blocks, and leave the scheduler until their search continues. Nothing computes
-    them again before that, since their log-probabilities are known.
+    Paused beams wait for other beams of their prompts. They lose their blocks, and leave the
+    scheduler until their search continues. Nothing computes them again before that, since their
+    log-probabilities are known.
 
-    So a search always ends: the head of the queue now fits. It gets a token or, if it is a beam, it
-    will be known, too.
+    So a search always ends: the head of the queue now fits. The next step computes it: a beam then
+    pauses, another sequence gets a token.
     """
-    if not any(seq.num_uncomputed_tokens for seq in scheduler.running):
-        for beam in scheduler.running:
+    running = scheduler.running
+    paused = [seq for seq in running if not seq.num_uncomputed_tokens]
+    is_full = len(running) == scheduler.config.max_num_seqs and scheduler.waiting
+    if is_full or len(paused) == len(running):
+        for beam in paused:
+            running.remove(beam)
             scheduler.block_manager.deallocate(beam)
             beam.kept["is_parked"] = True
-        scheduler.running.clear()
 
 
 class BeamSearch(Request):
@@ -200,7 +206,7 @@ class BeamSearch(Request):
         seq.needs_tokens = True
         # raw log-probabilities decide: an edit would change nothing
         seq.edits = ()
-        allowed = params.allowed_token_ids and frozenset(params.allowed_token_ids)
+        allowed = frozenset(params.allowed_token_ids or ()) or None
         self.for_logprobs: dict[str, Any] = {"temperature": params.temperature, "allowed": allowed}
         # chosen: the log-probabilities that its tokens were chosen by
         seq.kept.update(self.for_logprobs, chosen=[])

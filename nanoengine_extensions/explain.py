@@ -206,14 +206,14 @@ def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
     if "adapter_config.json" in names:
         logger.warning(f"{folder} has an adapter (LoRA) next to the model: the adapter is not used")
     if load_format != "dummy":
-        # it can also be an entry of text_config
+        # a multimodal model can have the entry in its text_config
         is_named = "quantization_config" in str(config) or "hf_quant_config.json" in names
         check_weights(folder, names, is_named)
 
 
 def check_weights(folder: Path, names: list[str], is_named: bool) -> None:
-    """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead; for
-    quantized weights. is_named: whether the folder says how they are quantized"""
+    """Raises ValueError for a folder without safetensors, or with Git LFS pointers instead, and for
+    quantized weights in a folder that does not say how they are quantized (`is_named`)."""
     files = weight_files(folder)
     if not files:
         raise refusal(folder, names, NO_WEIGHTS)

@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanoengine.engine import Engine
 from nanoengine.features import logger, naming, rejected
@@ -51,22 +52,28 @@ class Guards(Feature):
                              f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
 
     def scheduled(self, batch: Batch) -> None:
-        """A step can preempt all its sequences; after it, a policy has to run something.
-
-        A name in `edits` that no feature has would edit nothing."""
+        """A step can preempt all its sequences; after it, a policy has to run something."""
         self.num_idle = 0 if batch else self.num_idle + 1
         scheduler = self.scheduler
         if batch and len({*map(id, batch.sequences)}) < len(batch):
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} must give `build` each "
                                "sequence once: a second time, it would get wrong tokens")
-        for seq, _ in batch.admitted if batch else ():
+        # a name that no feature has would edit nothing
+        for _, seq, _ in batch.sampled if batch else ():
             for name in {*seq.edits} - self.features.keys():
-                raise rejected("edits", name, f"the name of a class in {[*self.features]}")
+                seq.error = rejected("edits", name, f"the name of a class in {[*self.features]}")
+                seq.edits = ("Guards",)
         if self.num_idle > 2 and can_run(scheduler):
             self.num_idle = 0
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} runs nothing, although "
                                f"{len(scheduler.waiting)} sequences are waiting and "
                                f"{len(scheduler.running)} are running")
+
+    def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
+        """Ends the sequences with an error from `scheduled`: NaN leaves no token."""
+        for row, seq in enumerate(seqs):
+            if "Guards" in seq.edits:
+                scores[row] = torch.nan
 
 
 def warn_of_slower_attention(runner: Any) -> None:

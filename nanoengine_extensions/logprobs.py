@@ -121,7 +121,7 @@ class Logprobs(Feature):
     cumulative_logprob: the sum of output_logprobs.
     temperature: divides the logits of a beam. Only beams have it, since only they are chosen by
         log-probability.
-    allowed: for a beam, the tokens of which the likeliest are found; None for all.
+    allowed: for a beam, the tokens that can be among its likeliest; None for all.
     scorer: a sequence that stands for the prompt in the rows that score its tokens.
     tokens: for a scorer, or a copy with guesses: the tokens of the sequence that it stands for.
     is_scorer: whether it is a scorer.
@@ -228,7 +228,7 @@ def find_logprobs(logits: Tensor, targets: Tensor,
 
     logits: (rows, vocab_size); targets: (rows,), a token of each row.
     asked: for each row, how many of its likeliest tokens, the temperature of its logits, and the
-        tokens that count.
+        tokens that can be among these; None for all.
     """
     found: dict[int, Tensor] = {}
     alike = defaultdict(list)

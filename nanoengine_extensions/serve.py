@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--enable-auto-tool-choice", action="store_const", const="hermes",
                         dest="tool_call_parser", help="the same as --tool-call-parser hermes")
-    parser.add_argument("--options", default="{}", help="LLM's in JSON; or flags: --seed 1")
+    parser.add_argument("--options", default="{}", help="options of LLM, as JSON or flags")
     flags = parser.parse_args(arguments)
     try:
         # before the model is loaded

@@ -142,6 +142,11 @@ def num_more_rows(config: EngineConfig) -> int:
     return MOST_GUESSES if config.tensor_parallel_size == 1 else 0
 
 
+def gives_copies(feature: Feature | None) -> bool:
+    """Whether a feature gives a copy of a sequence what it keeps of the sequence."""
+    return type(feature).fork is not Feature.fork if feature else False
+
+
 class Speculation:
     """Launches the steps of an engine, with guesses.
 
@@ -243,10 +248,11 @@ class Speculation:
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
                        seq.max_num_tokens - position - 1)
             grammar = seq.kept.get("grammar")
-            # no guesses for beams, nor where a feature can have a state that it gives to no copy: a
-            # user's processors, for example
-            is_alone = seq.needs_tokens and not (grammar or seq.params.bad_words) or any(
-                type(self.features[name]).fork is Feature.fork for name in seq.edits)
+            # no guesses for beams, nor if a feature without `fork` edits the sequence, since it can
+            # keep a state, as a user's processors do
+            is_beam = seq.needs_tokens and not (grammar or seq.params.bad_words)
+            is_alone = is_beam or not all(
+                map(gives_copies, map(self.features.get, seq.edits)))
             odds = self.odds[seq]
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own

@@ -3,7 +3,7 @@
 Answers go to standard output, the program's own messages to standard error.
 
 `python -m nanoengine serve` and the other COMMANDS start a tool. Each also starts without this
-file, as `python -m nanoengine_extensions.serve`.
+file, as `python -m nanoengine_extensions.serve`; options of `LLM` are then given as JSON only.
 """
 
 import json
@@ -12,7 +12,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.config import EngineConfig
@@ -28,28 +28,30 @@ WITH_OPTIONS = ("serve", "batch")
 
 def with_options(arguments: list[str]) -> list[str]:
     """Moves options of `LLM`, such as `--max-model-len 4096` or `--no-enable-prefix-caching`, into
-    `--options`, which takes JSON. Raises ValueError if that is no JSON object."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
-    kinds = get_type_hints(EngineConfig)
-    for name in kinds.keys() - {"model", "features", "_"}:
-        kind: Any = ({"action": BooleanOptionalAction} if kinds[name] is bool
-                     else {"type": value_of})
-        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
+    `--options`, which takes JSON. Raises ValueError for a value of the wrong type."""
+    parser = Flags(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    for name, kind in get_type_hints(EngineConfig).items():
+        if name not in ("model", "features", "_"):
+            # int for `int | None`, for example
+            types = [each for each in (bool, float, int) if each in (kind, *get_args(kind))]
+            how: Any = ({"action": BooleanOptionalAction} if bool in types
+                        else {"type": [*types, str][0]})
+            parser.add_argument(f"--{name.replace('_', '-')}", **how)
     given, rest = parser.parse_known_args(arguments)
     if not vars(given):
         return arguments
+    parser = Flags(add_help=False)
     parser.add_argument("--options", default="{}")
     others, rest = parser.parse_known_args(rest)
     options = extension("openai_format").options_of(others.options)
     return [*rest, "--options", json.dumps(options | vars(given))]
 
 
-def value_of(text: str) -> Any:
-    """Returns what a text says as JSON, or else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+class Flags(ArgumentParser):
+    """Raises a ValueError; argparse would print all flags first."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def main() -> None:

@@ -108,10 +108,13 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
-    given_in_config = getattr(runner.model_config, "quantization_config", None)
-    entries: dict[str, Any] = given_in_config or entries_beside(folder)
+    stored = getattr(runner.model_config, "quantization_config", None)
+    entries: dict[str, Any] = stored or entries_beside(folder)
     if entries:
         methods.check(entries)
+    elif not config.quantization:
+        # hf_quant_config.json is empty
+        return {}
     given = config.quantization or ""
     by_sums = given.endswith(SUMS)
     given = given.removesuffix(SUMS)
@@ -136,7 +139,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     tensors = transformers_files.tensors_of(opened)
     kinds = {tensor.kind for tensor in tensors.values() if tensor.is_quantized}
     # a GGUF can be in floating point, and some models are quantized only as to their cache
-    if not kinds and method != "gguf" and not entries.get("kv_cache_scheme"):
+    if not kinds and method != "gguf" and not methods.has_rounded_cache(entries):
         raise rejected("the model's quantization_config", entries,
                        "None, since none of its weights is quantized")
     if left_out := methods.left_out(entries):
@@ -174,8 +177,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
 def entries_beside(folder: Path) -> dict[str, Any]:
     """Returns what ModelOpt wrote beside config.json in 2024, in place of quantization_config."""
     with naming(file := folder / "hf_quant_config.json"):
-        found = json.loads(file.read_text()) if file.is_file() else {}
-    return found and {"quant_method": "modelopt"} | found
+        found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        return found and {"quant_method": "modelopt", **found}
 
 
 def stays_packed(runner: ModelRunner) -> bool:

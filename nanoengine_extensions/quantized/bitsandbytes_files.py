@@ -50,7 +50,7 @@ def read_8_bits(index: Index, name: str) -> Tensor:
     stored = index.find(f"{name}_format")
     if stored is not None and stored.any():
         raise rejected(f"{name}_format", stored.tolist(), "0")
-    # in the order of the package: a product of a number and SCB is exact
+    # in the order of the package; the first product is exact, as SCB has the bits of float16
     return index.read(name) * index.read(name.removesuffix("weight") + "SCB")[:, None] * (1 / 127)
 
 

@@ -66,6 +66,14 @@ def algorithm_of(c: dict[str, Any]) -> str:
     return str(c.get("quant_algo") or "").upper()
 
 
+def has_rounded_cache(c: dict[str, Any]) -> bool:
+    """Whether the entries ask for a KV cache of few bits."""
+    # the second one as in hf_quant_config.json
+    return any(isinstance(each, dict) and bool(
+        each.get("kv_cache_scheme") or each.get("kv_cache_quant_algo"))
+        for each in (c, c.get("quantization")))
+
+
 def modelopt_rows(c: dict[str, Any]) -> Iterator[Row]:
     # the second one as in hf_quant_config.json
     for each in (c, c.get("quantization") or {}):

@@ -1,19 +1,22 @@
-"""AMX, simulated: the tiles of nanoengine_cpu/tiles.py on a CPU that has none.
+r"""AMX, simulated: the tiles of nanoengine_cpu/tiles.py on a CPU that has none.
 
-    NUMBA_CACHE_DIR=/tmp/simulated python -m pytest -p simulated_tiles tests/cpu/test_products.py
+    NUMBA_CACHE_DIR=/tmp/simulated PYTHONPATH=tests/cpu python -m pytest -n 0 -p simulated_tiles \
+        tests/cpu/test_products.py
 
 Each instruction becomes a call of a function in C that does what Intel's manual says, bit for bit:
 "Intel 64 and IA-32 Architectures Software Developer's Manual", volume 2, TDPBF16PS and others. It
-stops the process where the CPU would: a tile that is not configured, or has another size than its
-product needs. What it passes has the right places and sums; how fast it is, it cannot say.
+stops the process if a tile is not configured, or has another size than its product needs. A line
+after the tests says how many products it has computed. It says nothing about speed.
 
 Processes that the tests start simulate tiles as well. Kernels have other code with them, so numba
 needs a cache folder of their own. A C compiler is needed.
 """
 
+import atexit
 import ctypes
 import importlib.machinery
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +39,9 @@ SOURCE = r"""
 struct tile { int lines, bytes; uint8_t data[16][64]; };
 static __thread struct tile tiles[8];
 static __thread int is_configured;
+static long num_products;
+
+long products(void) { return num_products; }
 
 static void check(int holds, const char *what) {
     if (!holds) { fprintf(stderr, "simulated tiles: %s\n", what); abort(); }
@@ -82,6 +88,7 @@ static float half(const uint8_t *word, int which) {
 
 void tdpbf16ps(int8_t sums_number, int8_t left_number, int8_t right_number) {
     check(is_configured, "product without tiles");
+    __atomic_add_fetch(&num_products, 1, __ATOMIC_RELAXED);
     struct tile *sums = &tiles[sums_number];
     struct tile *left = &tiles[left_number], *right = &tiles[right_number];
     check(left->lines == sums->lines && right->bytes == sums->bytes
@@ -148,9 +155,15 @@ if "nanoengine_cpu" in sys.modules:
 if not os.environ.get("NUMBA_CACHE_DIR"):
     raise RuntimeError("set NUMBA_CACHE_DIR to a folder of its own: the kernels have other code")
 if "SIMULATED_TILES" not in os.environ:
-    make_library(Path(tempfile.mkdtemp(prefix="tiles")))
+    own_folder = Path(tempfile.mkdtemp(prefix="tiles"))
+    atexit.register(shutil.rmtree, own_folder)
+    make_library(own_folder)
 library = ctypes.CDLL(f"{os.environ['SIMULATED_TILES']}/tiles.so")
 for name in INSTRUCTIONS:
     address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
     binding.add_symbol(f"simulated_{name}", address)
 sys.meta_path.insert(0, Finder)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"simulated products of tiles: {library.products()}")

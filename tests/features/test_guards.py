@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import GREEDY, check_idle, generate, random_prompts
+from conftest import GREEDY, check_idle, for_feature, generate, random_prompts
 
+from nanoengine import SamplingParams
 from nanoengine.observers import Feature
 from nanoengine_extensions.guards import warn_of_slower_attention
 
@@ -47,15 +48,24 @@ def test_a_policy_that_runs_a_sequence_twice_ends_the_call(make_llm):
         check_idle(llm)
 
 
-def test_edits_of_a_feature_that_does_not_exist_are_refused(make_llm):
-    """A name that is spelled wrong would edit nothing."""
+@pytest.mark.parametrize("options", for_feature(
+    "speculation", (dict(speculation="prompt-lookup"),)) + [dict()])
+@pytest.mark.parametrize("place", [0, -1])
+def test_edits_of_a_feature_that_does_not_exist_are_refused(make_llm, options, place):
+    """A name that is spelled wrong would edit nothing. Other requests do not end."""
     class Ban(Feature):
         def enter(self, seqs, inputs):
-            seqs[0].edits += ("Bann",)
+            if len(seqs) == 2:
+                seqs[place].edits += ("Bann",)
 
-    with make_llm(num_kv_blocks=8, features=[Ban()]) as llm:
+    with make_llm(num_kv_blocks=32, features=[Ban()], **options) as llm:
+        good, = llm.add(PROMPTS[1], GREEDY)
+        llm.step()
         with pytest.raises(ValueError, match="edits='Bann' is not accepted: .*'Ban'"):
-            llm.generate(PROMPTS[1], GREEDY, use_tqdm=False)
+            llm.generate(PROMPTS[1], SamplingParams(n=2), use_tqdm=False)
+        while not good.is_finished:
+            llm.step()
+        assert good.output().outputs[0].finish_reason == "length"
         check_idle(llm)
 
 

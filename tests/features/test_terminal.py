@@ -226,8 +226,10 @@ def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
     (["--options", '{"seed": 1, "dtype": "auto"}', "--dtype", "float32",
       "--no-enable-prefix-caching"],
      ["--options", {"seed": 1, "dtype": "float32", "enable_prefix_caching": False}]),
-    (["--seed", "null", "--max-model-lens", "3"],
-     ["--max-model-lens", "3", "--options", {"seed": None}])], ids=str)
+    (["--opt", '{"seed": 1}', "--gpu-memory-utilization", ".9", "--revision", "1234567"],
+     ["--options", {"seed": 1, "gpu_memory_utilization": 0.9, "revision": "1234567"}]),
+    (["--seed", "-1", "--max-model-lens", "3"],
+     ["--max-model-lens", "3", "--options", {"seed": -1}])], ids=str)
 def test_options_of_the_engine_are_flags(arguments, expected, monkeypatch):
     given = []
     monkeypatch.setattr(extension("batch"), "main", given.append)
@@ -240,11 +242,15 @@ def test_options_of_the_engine_are_flags(arguments, expected, monkeypatch):
 
 
 @pytest.mark.needs("batch", "openai_format")
-def test_options_that_are_no_json(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", "--options", "{", "--seed", "1"])
+@pytest.mark.parametrize("arguments, message", [
+    (["--options", "{", "--seed", "1"], "--options: JSON"),
+    (["--seed"], "error: argument --seed: expected one argument\n"),
+    (["--max-model-len", "1k"], "error: argument --max-model-len: invalid int value: '1k'\n")])
+def test_options_that_are_damaged(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", *arguments])
     with pytest.raises(SystemExit, match="2"):
         terminal.main()
-    assert "--options: JSON" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -100,10 +100,10 @@ def test_bfloat16_is_checked_in_float32(folder_of, name, monkeypatch):
     errors = []
     compared = check.compare
 
-    def spy(runner, model, ids, wanted, backend, dtype, most):
+    def spy(runner, model, ids, wanted, backend, dtype, most, *has_experts):
         assert wanted.dtype == torch.float32
         errors.append((dtype, most))
-        compared(runner, model, ids, wanted, backend, dtype, most)
+        compared(runner, model, ids, wanted, backend, dtype, most, *has_experts)
 
     monkeypatch.setattr(check, "compare", spy)
     # each shape of heads is a kernel to compile
@@ -532,17 +532,30 @@ def test_a_different_expert_in_bfloat16_is_no_fault(make_model):
     LLM(folder, dtype="bfloat16", num_kv_blocks=16).close()
 
 
-def test_a_wrong_product_in_bfloat16(folder_of, monkeypatch):
-    """Of the engine's kernels, which the comparison in float32 does not use."""
-    optimize = check.optimize_modules
+@pytest.mark.parametrize("name", ["olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_of_two_sequences_is_wrong_in_bfloat16(folder_of, monkeypatch, name, which):
+    """In the steps that they share, which have 13, 3 and 2 rows. In float32, nothing is."""
+    compared = check.compare
 
-    def wrong(causal, runner):
-        causal.get_output_embeddings().weight.data.neg_()
-        optimize(causal, runner)
+    def compare_with_wrong(runner, model, *arguments):
+        head = model.lm_head
 
-    monkeypatch.setattr(check, "optimize_modules", wrong)
+        def wrong(hidden):
+            logits = head(hidden)
+            of_first = {13: 5, 3: 1, 2: 1}.get(len(logits), len(logits))
+            if of_first < len(logits):
+                logits.tensor_split([of_first])[which].neg_()
+            return logits
+
+        with monkeypatch.context() as patch:
+            if torch.bfloat16 in arguments:
+                patch.setattr(model, "lm_head", wrong)
+            return compared(runner, model, *arguments)
+
+    monkeypatch.setattr(check, "compare", compare_with_wrong)
     with pytest.raises(ValueError, match="its logits in a step differ from those of transformers"):
-        make_llm(folder_of("olmo2"), dtype="bfloat16")
+        make_llm(folder_of(name), dtype="bfloat16")
 
 
 def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
