@@ -135,6 +135,18 @@ def test_preempted_beams_end_up_the_same(small_llm, undisturbed, policies, happe
     assert [[beam.tokens for beam in output.sequences] for output in found] == expected
 
 
+def test_a_search_with_more_beams_than_places_shares_them(small_llm, undisturbed):
+    """Its paused beams give up their places while another request runs."""
+    prompts, expected = undisturbed
+    use_policies(small_llm, max_num_seqs=2, preemption_mode="recompute")
+    other, = small_llm.add([1, 2], SamplingParams(max_tokens=90, ignore_eos=True))
+    small_llm.step()
+    found, = small_llm.beam_search(prompts[:1], BeamSearchParams(3, 14))
+    assert [beam.tokens for beam in found.sequences] == expected[0] and not other.is_finished
+    small_llm.abort([other])
+    check_idle(small_llm)
+
+
 @pytest.mark.parametrize("policies", [
     dict(), dict(run_ahead=True), dict(scheduling="static"), dict(scheduling_policy="priority"),
     dict(max_num_seqs=3, scheduling="mixed"), dict(kv_allocation="max-length"),
