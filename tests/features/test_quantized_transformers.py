@@ -428,12 +428,12 @@ def test_bfloat16_is_checked_in_float32(folder_of, monkeypatch, name):
     errors = []
     compare_steps = check.compare
 
-    def spy(runner, model, ids, wanted, backend, dtype, most):
+    def spy(runner, model, ids, wanted, backend, dtype, most, *has_experts):
         assert wanted.dtype == torch.float32
         errors.append(most)
         # a tenth of what is allowed
         most = most if most > 0.1 else 1e-4
-        return compare_steps(runner, model, ids, wanted, backend, dtype, most)
+        return compare_steps(runner, model, ids, wanted, backend, dtype, most, *has_experts)
 
     monkeypatch.setattr(check, "compare", spy)
     # each shape of heads is a kernel to compile
