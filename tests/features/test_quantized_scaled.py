@@ -133,8 +133,14 @@ MIXED_CONFIG = compressed("mixed-precision") | dict(config_groups={
 
 EXPERTS = dict(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
                decoder_sparse_step=1)
+# on CPUs without AVX-512, their numbers have no packed form
+WITH_TABLES = ["NVFP4", "ModelOpt"]
 # they differ little from others
 SLOW = ["FP8 groups", "FBGEMM", "ModelOpt FP8", "AutoRound zeros"]
+
+
+def stays_packed(name: str) -> bool:
+    return packed.HAS_TABLES or name not in WITH_TABLES
 
 
 @pytest.fixture
@@ -175,7 +181,8 @@ def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
     assert generated(folder, model_impl="transformers") == wanted
     with LLM(folder, **OPTIONS) as llm:
         # of those that are fused, one for all; one product cannot combine FP8 and others
-        assert len(linears_of(llm)) == (8 if name != "mixed" else 6)
+        count = {"mixed": 6 if packed.HAS_TABLES else 3}.get(name, 8 if stays_packed(name) else 0)
+        assert len(linears_of(llm)) == count
         layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
     assert generated(folder) == wanted
@@ -193,7 +200,8 @@ def test_another_family(make_scaled, name):
     with LLM(folder, **OPTIONS) as llm:
         linears: Any = [each for each in llm.engine.runner.model.layers.modules()
                         if isinstance(each, torch.nn.Linear)]
-        assert sum(len(each.packed_parts) for each in linears if each.is_quantized) == 14
+        parts = [each.packed_parts for each in linears if getattr(each, "is_quantized", False)]
+        assert sum(map(len, parts)) == (14 if stays_packed(name) else 0)
 
 
 @pytest.mark.parametrize("name", ["NVFP4", *(
@@ -205,20 +213,22 @@ def test_experts(make_scaled, name):
     with LLM(folder, **OPTIONS) as llm:
         linears = linears_of_experts(llm)
         assert len(linears) == 16
-        assert all(isinstance(each, QuantizedLinear) and each.is_quantized for each in linears)
+        are_packed = [isinstance(each, QuantizedLinear) and each.is_quantized for each in linears]
+        assert are_packed == [stays_packed(name)] * 16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FP8 dynamic", "W8A8", "NVFP4", "mixed"])
 def test_in_bfloat16(make_scaled, name, caplog):
-    """The bits of a row do not depend on the schedule, and nothing is dequantized."""
+    """The bits of a row do not depend on the schedule, and what can stay packed does."""
     folder, model = make_scaled(name)
     compiling.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         found = [generated(folder, **BFLOAT16 | options) for options in (
             {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1))]
     assert all(each == found[0] for each in found)
-    assert bool([line for line in caplog.messages if "dequantized" in line]) == (name == "mixed")
+    is_said = any("dequantized" in line for line in caplog.messages)
+    assert is_said == (name == "mixed" or not stays_packed(name))
     with LLM(folder, **BFLOAT16) as llm:
         wanted = model.model.layers[1].mlp.down_proj.weight.bfloat16()
         assert torch.equal(llm.engine.runner.model.layers[1].mlp.down_proj.weight, wanted)
