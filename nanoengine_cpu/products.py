@@ -187,6 +187,7 @@ def add_few(rows, line, weight, piece, sums, count):
 
 @inlined(inline="always")
 def add_few_rows(rows, line, weight, piece, sums, size):
+    """Calls `add_few` with a constant: as many rows, or a few more."""
     if size == 1:
         add_few(rows, line, weight, piece, sums, 1)
     elif size == 2:

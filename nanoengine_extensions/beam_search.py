@@ -11,7 +11,7 @@ others. An observer calls `update` for each of them that has a new token. This f
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
     Scheduler.enqueue(seq), .running, BlockManager.deallocate(seq)
-                                            only if nothing else can run: see `make_way`
+                                            only for paused beams: see `make_way`
     BlockManager.hold(seq), .num_blocks_for(num_tokens)
                                             the blocks that a search can need
     Sequence.needs_tokens                   no step runs ahead of a beam

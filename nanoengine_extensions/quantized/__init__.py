@@ -108,8 +108,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
-    stored = getattr(runner.model_config, "quantization_config", None)
-    entries: dict[str, Any] = stored or entries_beside(folder)
+    in_config = getattr(runner.model_config, "quantization_config", None)
+    entries: dict[str, Any] = in_config or entries_beside(folder)
     if entries:
         methods.check(entries)
     elif not config.quantization:
