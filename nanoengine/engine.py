@@ -107,10 +107,9 @@ class Engine:
         host. The device can look up at most `max_num_seqs` pending tokens; when forks begin, there
         can be more.
         """
-        if len(batch.sampled) > self.config.max_num_seqs:
-            return True
+        too_many = len(batch.sampled) > self.config.max_num_seqs
         num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
-        return 4 * num_awaited >= len(batch)
+        return too_many or 4 * num_awaited >= len(batch)
 
     def _collect(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""

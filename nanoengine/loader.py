@@ -52,8 +52,9 @@ def load_config(folder: Path, load_format: str = "dummy",
         extension("explain").check_folder(folder, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # the architecture alone does not decide it: EXAONE's config.json may name Llama's
-        if model_impl != "native" and (model_impl != "auto" or config.model_type not in FAMILIES):
+        # not the architecture: EXAONE's config.json may name Llama's
+        is_ours = config.model_type in FAMILIES
+        if model_impl == "transformers" or (model_impl == "auto" and not is_ours):
             return extension("transformers_models", str(config.architectures)).describe(config)
         if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads

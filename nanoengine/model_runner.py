@@ -122,14 +122,15 @@ class ModelRunner:
         self.graphs.captured.clear()
         caches = self.make_caches(num_blocks + 1)
         rope = rope_table(self.model_config, self.max_model_len)
-        self.model.bind(rope.to(self.device), caches, BACKENDS[self.backend].attend)
+        backend = BACKENDS[self.backend]
+        self.model.bind(rope.to(self.device), caches, backend.attend)
         self.blocks = caches.movedim(2, 0)
         self.host_blocks = self.blocks[:0]
         # in a transformers model, the host may wait for the GPU
-        has_graphs = BACKENDS[self.backend].has_graphs and self.model.has_graphs
+        has_graphs = backend.has_graphs and self.model.has_graphs
         if has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):
-                self.graphs.capture(self)
+                self.graphs.capture(self.prepare, self.hidden_states, self.max_model_len)
 
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache: see nanoengine_extensions/memory.py; without it, 1
@@ -214,11 +215,10 @@ class ModelRunner:
 
 def choose_device(device: str) -> str:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
-    if device == "cuda" and not torch.cuda.is_available():
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and found == "cpu":
         raise rejected("device", device, "'cpu' or 'auto': there is no GPU")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
+    return found if device == "auto" else device
 
 
 def choose_dtype(dtype: str, device: str, enabled: bool = True) -> torch.dtype:
