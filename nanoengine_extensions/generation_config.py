@@ -46,8 +46,7 @@ def load_defaults(folder: Path) -> SamplingParams:
         eos = given.get("eos_token_id", [])
         if not all(type(token_id) is int for token_id in (eos if isinstance(eos, list) else [eos])):
             raise rejected("eos_token_id", eos, "a token id, or a list of them")
-        # of features that are installed
-        usable = {each.name for each in fields(SamplingParams)
-                  if is_installed(each.metadata.get("feature", "generation_config"))}
+        feature_of = {each.name: each.metadata.get("feature", "generation_config")
+                      for each in fields(SamplingParams)}
         return SamplingParams(**{ours: given[name] for name, ours in GENERATION_ENTRIES.items()
-                                 if name in given and ours in usable})
+                                 if name in given and is_installed(feature_of[ours])})
