@@ -28,7 +28,7 @@ def of_chats(config: PretrainedConfig) -> dict[str, Any]:
     without it, an answer can be as long as fits, and not 16 tokens as in `generate`.
 
     config: the model's."""
-    file = Path(config.name_or_path) / "generation_config.json"
+    file = Path(str(config.name_or_path)) / "generation_config.json"
     most = json.loads(file.read_text()).get("max_new_tokens") if file.is_file() else None
     return {} if most is None else {"max_tokens": most}
 
