@@ -27,8 +27,7 @@ SAMPLING = {each.name for each in fields(SamplingParams)} - {
     "detokenize", "logits_processors", "prompt_logprobs", "prompt_logprobs_start"}
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
-OF_CHATS = {"messages", "max_completion_tokens", "reasoning_effort", "tool_choice",
-            "top_logprobs"}
+OF_CHATS = {"messages", "max_completion_tokens", "reasoning_effort", "tool_choice", "top_logprobs"}
 OF_ALL = SAMPLING | {"response_format", "stream", "stream_options"}
 KNOWN = {CHAT: OF_ALL | OF_CHATS | TEMPLATE, COMPLETION: OF_ALL | {"echo", "prompt"}}
 # with the first two together, each chunk of a stream has the usage so far, as in vLLM
@@ -36,10 +35,11 @@ STREAMING = ["include_usage", "continuous_usage_stats", "include_obfuscation"]
 IGNORED = {*"""cache_salt metadata model parallel_tool_calls prompt_cache_key request_id
     safety_identifier service_tier session_id spaces_between_special_tokens store user""".split()}
 # the only value without an effect
-NEUTRAL: dict[str, Any] = {
-    "best_of": 1, "include_reasoning": True, "length_penalty": 1.0, "modalities": ["text"],
-    "priority": 0, "suffix": "", "tool_choice": "none", **dict.fromkeys("""echo use_beam_search
-    return_token_ids return_tokens_as_token_ids return_weight_versions""".split(), False)}
+NEUTRAL: dict[str, Any] = dict(
+    best_of=1, include_reasoning=True, length_penalty=1.0, mm_payload="tensors", priority=0,
+    modalities=["text"], suffix="", thinking_token_budget=-1, tool_choice="none",
+    truncation_side="left", **dict.fromkeys("""echo return_token_ids return_token_offsets
+    return_tokens_as_token_ids return_weight_versions use_beam_search""".split(), False))
 # a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
 
