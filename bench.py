@@ -231,9 +231,9 @@ def parse(argv: list[str]) -> tuple[Namespace, Workload]:
     parser.add_argument("--hf-batch", type=int, help="prompts in a static batch; default: all")
     args = parser.parse(argv, trace=True)
     args.engines = args.engine.split(",")
-    args.python = dict(item.split("=", 1) for item in args.python)
-    if not set(args.engines) <= ENGINES.keys():
-        parser.error(f"--engine {args.engine}: one or several of {', '.join(ENGINES)}")
+    args.python = dict(item.partition("=")[::2] for item in args.python)
+    if not {*args.engines, *args.python} <= ENGINES.keys() or not all(args.python.values()):
+        parser.error(f"--engine {args.engine}, --python ENGINE=COMMAND: of {', '.join(ENGINES)}")
     is_here = "vllm" in args.engines and "vllm" not in args.python
     if is_here and importlib.util.find_spec("vllm") is None:
         parser.error("--engine vllm: it is not installed here, see --python")

@@ -79,6 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=BUNDLED)
     parser.add_argument("--max-tokens", type=int, default=64)
     flags = parser.parse_args(arguments)
+    try:
+        flags.answers.open("a").close()
+    except OSError as error:
+        parser.error(f"{flags.answers} cannot be written: {error}")
     common = {"model": str(flags.model), "max_tokens": flags.max_tokens}
     requests = {number: {"id": number, "prompt": prompt} | common
                 for number, prompt in read_prompts(flags.prompts).items()}

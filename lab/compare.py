@@ -90,9 +90,8 @@ def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf"
 
 def run_variant(llm: LLM, workload: Workload, changes: Options) -> tuple[Engine, Figures]:
     """Runs a variant once, on a new engine with an empty cache."""
-    fields = SamplingParams.__dataclass_fields__
-    sampling = {name: value for name, value in changes.items() if name in fields}
-    options = {name: value for name, value in changes.items() if name not in fields}
+    sampling = {name: changes[name] for name in changes if hasattr(SamplingParams(), name)}
+    options = {name: changes[name] for name in changes.keys() - sampling.keys()}
     params = [SamplingParams(**{"temperature": workload.temperature, "max_tokens": most,
                                 "ignore_eos": True, "seed": number, **sampling})
               for number, most in enumerate(workload.max_tokens)]

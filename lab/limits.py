@@ -60,12 +60,6 @@ def linears_of(model: torch.nn.Module) -> list[torch.nn.Linear]:
     return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
 
 
-def weight_bytes(model: torch.nn.Module) -> int:
-    """Returns the bytes of the weights of all products; quantized ones are buffers."""
-    return sum(each.nbytes for linear in linears_of(model)
-               for each in [*linear.parameters(), *linear.buffers()])
-
-
 def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
     """Returns the seconds of an ideal step: it reads weights, K and V once, or it computes,
     whichever takes longer."""
@@ -79,8 +73,10 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
     queries = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     products = (num_weights - in_head) * num_tokens + in_head * len(batch.sampled)
     products += 2 * queries * num_scores
-    num_blocks = (sum(batch.starts) + num_tokens) / llm.config.block_size
-    num_bytes = weight_bytes(runner.model) + num_blocks * runner.block_bytes
+    num_bytes = (sum(batch.starts) + num_tokens) / llm.config.block_size * runner.block_bytes
+    # quantized weights are buffers
+    num_bytes += sum(each.nbytes for linear in linears_of(runner.model)
+                     for each in [*linear.parameters(), *linear.buffers()])
     return max(num_bytes / bandwidth, 2 * products / matrix_rate(llm.config.device, runner.dtype))
 
 

@@ -14,10 +14,11 @@ from typing import Any, NoReturn, get_type_hints
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS
-from nanoengine.loader import find_model, load_config, load_tokenizer
+from nanoengine.features import ALWAYS, naming
+from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
+from nanoengine.requests import InputProcessor
 
 ROOT = Path(__file__).resolve().parent.parent
 # models without weights
@@ -107,6 +108,10 @@ class Parser(argparse.ArgumentParser):
             folder = find_model(args.model, EngineConfig(args.model))
             args.engine_config = EngineConfig(model=str(folder), **options)
             args.vocab_size = load_config(folder).vocab_size
+            if isinstance(vars(args).get("prompts"), Path):
+                inputs = InputProcessor(args.engine_config, load_config(folder), folder, Features())
+                inputs.max_model_len = 2**31  # not known before the cache
+                args.prompts = read_prompts(args.prompts, inputs)
         except ValueError as error:
             self.error(" ".join(str(error).split()))
         return args
@@ -119,8 +124,7 @@ class Parser(argparse.ArgumentParser):
                 size = round(size * args.n_k) if name.endswith(longer) else size
                 # a bound that is given alone moves the other one
                 nearer, other = (min, "max") if name[:3] == "min" else (max, "min")
-                size = nearer(size, getattr(args, other + name[3:], None) or size)
-                setattr(args, name, size)
+                setattr(args, name, nearer(size, getattr(args, other + name[3:], None) or size))
         for kind in ("input", "output"):
             if not 1 <= getattr(args, f"min_{kind}") <= getattr(args, f"max_{kind}"):
                 self.error(f"--min-{kind} must be from 1 to --max-{kind}")
@@ -129,15 +133,11 @@ class Parser(argparse.ArgumentParser):
 
         # in nano-vllm's order: length and ids of each prompt, then all output lengths
         rng = random.Random(args.engine_config.seed)
-        if args.prompts:
-            prompts = read_prompts(args.prompts, load_tokenizer(Path(args.engine_config.model)))
-        else:
-            prefix = draw_ids(rng, args.prefix_length, args.vocab_size)
-            inputs = (args.min_input, args.max_input, args.lengths)
-            prompts = [prefix + draw_ids(rng, draw_length(rng, *inputs), args.vocab_size)
-                       for _ in range(args.num_seqs)]
-        max_tokens = [draw_length(rng, args.min_output, args.max_output, args.lengths)
-                      for _ in prompts]
+        prefix = draw_ids(rng, args.prefix_length, args.vocab_size)
+        prompts = args.prompts or [
+            prefix + draw_ids(rng, draw_length(rng, args, "input"), args.vocab_size)
+            for _ in range(args.num_seqs)]
+        max_tokens = [draw_length(rng, args, "output") for _ in prompts]
         low = max(0.0, 2 * args.true_lengths - 1)
         high = min(1.0, 2 * args.true_lengths)
         lengths = [max(1, round(most * rng.uniform(low, high))) for most in max_tokens]
@@ -163,26 +163,33 @@ def draw_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
     return [rng.randint(0, 10000) % vocab_size for _ in range(count)]
 
 
-def draw_length(rng: random.Random, low: int, high: int, kind: str) -> int:
-    """Draws a length between two others, or normally distributed around their middle."""
-    if kind == "normal":
+def draw_length(rng: random.Random, args: argparse.Namespace, kind: str) -> int:
+    """Draws a length between two others, or normally distributed around their middle.
+
+    kind: "input" or "output"
+    """
+    low, high = (vars(args)[f"{bound}_{kind}"] for bound in ("min", "max"))
+    if args.lengths == "normal":
         return max(1, round(rng.gauss((low + high) / 2, (low + high) / 20)))
     return rng.randint(low, high) if low < high else low
 
 
-def read_prompts(file: Path, tokenizer: Any) -> list[list[int]]:
+def read_prompts(file: Path, inputs: InputProcessor) -> list[list[int]]:
     """Returns the prompts in a file, one in each line: a text, or JSON with a text or token ids.
 
     Lines end with a newline, or carriage return and newline; other separators belong to a prompt.
+    Raises ValueError for a line that is no prompt of this model, with its number.
     """
-    prompts = []
-    text = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    for line in filter(str.strip, text.split("\n")):
-        prompt: dict[str, Any] = json.loads(line) if line.startswith("{") else {"prompt": line}
-        if "prompt_token_ids" not in prompt and tokenizer is None:
-            raise SystemExit(f"{file}: the model has no tokenizer, give prompt_token_ids")
-        prompts.append(prompt.get("prompt_token_ids") or tokenizer.encode(prompt["prompt"]))
-    return prompts
+    with naming(file):
+        lines = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+    requests = []
+    for number, line in enumerate(lines, 1):
+        with naming(f"{file}, line {number}"):
+            if line.strip():
+                requests += inputs.make_requests(json.loads(line) if line[0] == "{" else line, None)
+    if not requests:
+        raise ValueError(f"{file} has no prompts")
+    return [each.seq.token_ids for each in requests]
 
 
 def new_engine(llm: Any, **changes: Any) -> Engine:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.features import extension, naming, rejected
+from nanoengine.features import extension, is_installed, naming, rejected
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -27,8 +27,7 @@ SAMPLING = {each.name for each in fields(SamplingParams)} - {
     "detokenize", "logits_processors", "prompt_logprobs", "prompt_logprobs_start"}
 TEMPLATE = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
             "continue_final_message", "tools"}
-OF_CHATS = {"messages", "max_completion_tokens", "reasoning_effort", "tool_choice",
-            "top_logprobs"}
+OF_CHATS = {"messages", "max_completion_tokens", "reasoning_effort", "tool_choice", "top_logprobs"}
 OF_ALL = SAMPLING | {"response_format", "stream", "stream_options"}
 KNOWN = {CHAT: OF_ALL | OF_CHATS | TEMPLATE, COMPLETION: OF_ALL | {"echo", "prompt"}}
 # with the first two together, each chunk of a stream has the usage so far, as in vLLM
@@ -36,10 +35,11 @@ STREAMING = ["include_usage", "continuous_usage_stats", "include_obfuscation"]
 IGNORED = {*"""cache_salt metadata model parallel_tool_calls prompt_cache_key request_id
     safety_identifier service_tier session_id spaces_between_special_tokens store user""".split()}
 # the only value without an effect
-NEUTRAL: dict[str, Any] = {
-    "best_of": 1, "include_reasoning": True, "length_penalty": 1.0, "modalities": ["text"],
-    "priority": 0, "suffix": "", "tool_choice": "none", **dict.fromkeys("""echo use_beam_search
-    return_token_ids return_tokens_as_token_ids return_weight_versions""".split(), False)}
+NEUTRAL: dict[str, Any] = dict(
+    best_of=1, include_reasoning=True, length_penalty=1.0, mm_payload="tensors", priority=0,
+    modalities=["text"], suffix="", thinking_token_budget=-1, tool_choice="none",
+    truncation_side="left", **dict.fromkeys("""echo return_token_ids return_token_offsets
+    return_tokens_as_token_ids return_weight_versions use_beam_search""".split(), False))
 # a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
 
@@ -73,6 +73,8 @@ class Body:
         """Reads a body. Raises ValueError, whose message begins with the name of a parameter."""
         # null means the default
         body = {name: value for name, value in body.items() if value is not None}
+        if self.url == CHAT and is_installed("generation_config"):
+            body = extension("generation_config").of_chats(llm.model_config) | body
         # a chat template writes them itself
         neutral = NEUTRAL | {"add_special_tokens": self.url == COMPLETION}
         for name in body.keys() - KNOWN[self.url] - IGNORED:
@@ -150,7 +152,7 @@ class Body:
         Raises RuntimeError for a completion that could not continue.
         """
         choices = []
-        for output, completion in pairs_of(sorted(outputs, key=lambda each: each.index)):
+        for output, completion in self.pairs(sorted(outputs, key=lambda each: each.index)):
             text, tokens = self.content(output, completion)
             content: dict[str, Any] = {"text": text}
             if self.url == CHAT:
@@ -164,10 +166,20 @@ class Body:
         return {"id": f"cmpl-{self.name}", "created": int(time.time()), "model": model,
                 "object": kind if self.url == CHAT else "text_completion"}
 
+    def pairs(self, outputs: list[RequestOutput]) -> Iterator[
+            tuple[RequestOutput, CompletionOutput]]:
+        """Yields each completion with its output; an echo alone has an empty completion. Raises
+        RuntimeError for one that failed."""
+        for output in outputs:
+            for completion in output.outputs:
+                if completion.finish_reason == "error":
+                    raise RuntimeError(completion.stop_reason)
+                empty = CompletionOutput(completion.index, "", [], finish_reason="length")
+                yield output, empty if self.is_echo else completion
+
     def usage(self, outputs: list[RequestOutput]) -> dict[str, int]:
-        pairs = [] if self.is_echo else pairs_of(outputs)
         counts = {"prompt_tokens": sum(len(each.prompt_token_ids) for each in outputs),
-                  "completion_tokens": sum(len(each.token_ids) for _, each in pairs)}
+                  "completion_tokens": sum(len(each.token_ids) for _, each in self.pairs(outputs))}
         return counts | {"total_tokens": sum(counts.values())}
 
     def index(self, output: RequestOutput, completion: CompletionOutput) -> int:
@@ -177,8 +189,6 @@ class Body:
         """Returns the text of a choice, and its tokens if their log-probabilities are asked for."""
         text = completion.text
         tokens: Tokens = [*zip(completion.token_ids, completion.logprobs or [])]
-        if self.is_echo:
-            text, tokens = "", []
         if self.echoes:
             text = (output.prompt or "") + text
             tokens = [*zip(output.prompt_token_ids, output.prompt_logprobs or []), *tokens]
@@ -193,9 +203,8 @@ class Body:
             logprobs = {"content": entries, "refusal": None}
         elif tokens[num_sent:]:
             logprobs = self._logprobs(tokens, num_sent)
-        reason = "length" if self.is_echo else completion.finish_reason
         return {"index": self.index(output, completion), "logprobs": logprobs,
-                "finish_reason": reason, "stop_reason": completion.stop_reason}
+                "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
     def _logprobs(self, tokens: Tokens, num_sent: int) -> dict[str, list[Any]]:
         """Returns OpenAI's lists for completions. Nothing comes before the first token of an echo,
@@ -207,15 +216,6 @@ class Body:
         return {"tokens": texts[num_sent:], "text_offset": offsets[num_sent:-1],
                 "token_logprobs": [found and number_of(found[token_id]) for token_id, found in new],
                 "top_logprobs": [found and by_text(found) for _, found in new]}
-
-
-def pairs_of(outputs: list[RequestOutput]) -> Iterator[tuple[RequestOutput, CompletionOutput]]:
-    """Yields each completion with its output. Raises RuntimeError for one that failed."""
-    for output in outputs:
-        for completion in output.outputs:
-            if completion.finish_reason == "error":
-                raise RuntimeError(completion.stop_reason)
-            yield output, completion
 
 
 def by_text(found: dict[int, Any]) -> dict[str, float]:

@@ -44,6 +44,9 @@ with naming('serve needs: pip install "nanoengine[serve]"'):
 openai = extension("openai_format", "serve")
 asynchronous = extension("async_llm", "serve")
 
+# parameters, each with the least and the most that the server accepts, as vLLM's does by default
+LIMITS = {"logprobs": (0, 20), "top_logprobs": (0, 20), "seed": (-2**63, 2**63 - 1)}
+
 
 class Server:
     """Answers calls with one engine. most: the completions that it takes at once."""
@@ -90,6 +93,9 @@ class Server:
             case {"chat_template": str()} | {"chat_template_kwargs": {"chat_template": str()}}:
                 raise ValueError("chat_template is not supported: it would run a client's program")
         body.read(found, self.llm)
+        for name, (least, most) in LIMITS.items():
+            if not least <= (found.get(name) or 0) <= most:
+                raise rejected(name, found[name], f"from {least} to {most}")
         if self.flags.tool_call_parser:
             extension("tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
@@ -189,7 +195,7 @@ class News:
     def choices(self, output: Any) -> Iterator[dict[str, Any]]:
         """Yields the new part of each choice, in OpenAI's format."""
         self.last[output.index] = output
-        for _, completion in openai.pairs_of([output]):
+        for _, completion in self.body.pairs([output]):
             text, tokens = self.body.content(output, completion)
             index = self.body.index(output, completion)
             num_characters, num_tokens, _ = before = self.sent.get(index, (0, 0, None))
@@ -238,17 +244,13 @@ def check_flags(flags: argparse.Namespace) -> None:
     """Raises ValueError for a limit out of range, an empty key, and an unusable address."""
     limits = {"max_waiting": 0, "max_body": 1, "timeout": 0, "graceful_timeout": 0}
     for name, least in limits.items():
-        value = getattr(flags, name)
-        if not value >= least:
-            raise rejected(f"--{name.replace('_', '-')}", value, f"at least {least}")
+        if not vars(flags)[name] >= least:
+            raise rejected(f"--{name.replace('_', '-')}", vars(flags)[name], f"at least {least}")
     if flags.api_key == "":
         raise rejected("--api-key", "", "a key, or left out")
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
-    try:
+    with naming(f"--host {flags.host} --port {flags.port} cannot be used; choose another one"):
         socket.create_server((flags.host, flags.port), family=family).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"--host {flags.host} --port {flags.port} cannot be used ({error}): "
-                         "choose another one") from error
     if flags.tool_call_parser:
         extension("tool_calls", "--tool-call-parser")
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanoengine.engine import Engine
-from nanoengine.features import Condition
+from nanoengine.features import Condition, logger
 from nanoengine.observers import Feature, Launched
 from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence
@@ -27,7 +27,12 @@ REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 
 
 class Texts(Feature):
-    """Keeps the `Text` of a sequence, if the model has a tokenizer and detokenize is True."""
+    """Keeps the `Text` of a sequence, if the model has a tokenizer and detokenize is True.
+
+    has_warned: whether a warning has said that there is no tokenizer.
+    """
+
+    has_warned = False
 
     def begin(self, engine: Engine) -> None:
         # without a cycle of references, an engine that is dropped frees its memory at once
@@ -39,6 +44,10 @@ class Texts(Feature):
         if tokenizer and params.detokenize:
             for seq in seqs:
                 seq.kept["text"] = Text(seq, tokenizer)
+        elif params.detokenize and not (inputs.config.skip_tokenizer_init or self.has_warned):
+            self.has_warned = True
+            logger.warning(f"{inputs.config.tokenizer or inputs.config.model} has no tokenizer, so "
+                           "outputs have no text: give tokenizer=… or skip_tokenizer_init=True")
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         for seq in seqs:

@@ -50,7 +50,7 @@ def test_it_has_all_files_of_the_packages_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*")]
     ours = {str(file) for file in files
-            if file.suffix in (".py", ".html") or file.name == "py.typed"}
+            if file.suffix in (".py", ".html", ".txt") or file.name == "py.typed"}
     assert names == ours | {"bench.py"}
 
 

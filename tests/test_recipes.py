@@ -488,6 +488,14 @@ def test_lines_of_a_resumable_job(tmp_path):
         assert len(found) == 3
 
 
+@pytest.mark.parametrize("target", [".", "no/such.jsonl"])
+def test_a_resumable_job_names_answers_that_cannot_be_written(tmp_path, capsys, target):
+    (tmp_path / "prompts.txt").write_text("a\n")
+    with pytest.raises(SystemExit):
+        example("resumable").main([str(tmp_path / "prompts.txt"), str(tmp_path / target)])
+    assert f"error: {tmp_path / target} cannot be written: [Errno " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source, target, message", [
     (None, "", "No such file"), (b"caf\xe9\n", "", "cannot be read"),
     (b"a\n", "{}\n", "line 1 answers none"), (b"a\n", "[1]\n", "line 1 answers none"),

@@ -13,7 +13,10 @@ sys.path.insert(0, str(ROOT))
 
 import bench  # noqa: E402
 from lab.options import read_prompts  # noqa: E402
-from nanoengine.loader import load_tokenizer  # noqa: E402
+from nanoengine.config import EngineConfig  # noqa: E402
+from nanoengine.loader import load_config  # noqa: E402
+from nanoengine.observers import Features  # noqa: E402
+from nanoengine.requests import InputProcessor  # noqa: E402
 
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40)
@@ -95,7 +98,9 @@ def test_own_prompts(tmp_path):
 
 def test_lines_of_prompts_end_at_newlines_alone(tmp_path, bundled):
     prompts = ["one\u2028two", "three\x0cfour", "five\x85six", "sev\x1cen", "nine\rten", "ø"]
-    tokenizer = load_tokenizer(Path(bundled))
+    inputs = InputProcessor(EngineConfig(bundled, device="cpu"), load_config(Path(bundled)),
+                            Path(bundled), Features())
+    inputs.max_model_len = 99
     file = tmp_path / "prompts.txt"
     as_json = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
     for lines in (prompts, as_json):
@@ -103,15 +108,30 @@ def test_lines_of_prompts_end_at_newlines_alone(tmp_path, bundled):
             for mark in ("", "\ufeff"):
                 text = mark + newline.join([*lines[:2], "", *lines[2:]]) + newline
                 file.write_bytes(text.encode())
-                found = [tokenizer.decode(ids) for ids in read_prompts(file, tokenizer)]
+                found = [inputs.tokenizer.decode(ids) for ids in read_prompts(file, inputs)]
                 assert found == prompts
 
 
-def test_prompts_of_text_need_a_tokenizer(tmp_path, tiny):
+@pytest.mark.needs("strict")
+@pytest.mark.parametrize("model, content, message", [
+    ("tiny", b"Once upon a time\n", ", line 1: prompts[0]: tokenizer=None"),
+    ("bundled", None, "prompts.txt: [Errno 2] No such file"),
+    ("bundled", b"\xff\xfe\x00", "prompts.txt: 'utf-8' codec can't decode"),
+    ("bundled", b"\n \n", "prompts.txt has no prompts"),
+    ("bundled", b'a\n\n{"prompt": "b"', ", line 3: Expecting ',' delimiter"),
+    ("bundled", b'a\n{"text": "b"}', ", line 2: prompts[0]={'text': 'b'} is not accepted"),
+    ("bundled", b'{"prompt": 5}', ", line 1: prompts[0]={'prompt': 5} is not accepted"),
+    ("bundled", b'{"prompt_token_ids": []}', ", line 1: prompts[0] has 0 tokens"),
+    ("bundled", b'{"prompt_token_ids": [1, 2048]}', ", line 1: prompts[0]: token id 2048 is out"),
+    ("bundled", b'{"prompt_token_ids": "ab"}', ", line 1: prompts[0]={")])
+def test_bad_prompts_are_one_line(request, tmp_path, capsys, model, content, message):
     file = tmp_path / "prompts.txt"
-    file.write_text("Once upon a time\n")
-    with pytest.raises(SystemExit, match="prompt_token_ids"):
-        draw("--model", tiny, "--prompts", file)
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit):
+        draw("--model", request.getfixturevalue(model), "--prompts", file)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{file}{message.removeprefix('prompts.txt')}" in error
 
 
 @pytest.mark.parametrize("flags, inputs, outputs", [
@@ -140,7 +160,8 @@ def test_a_bound_that_is_given_alone_moves_the_other_one(flags, inputs, outputs)
     (("--num-seqs", 2.5), "--num-seqs"), (("--repeat", 0), "--repeat"),
     (("--quantization", "int3"), "quantization='int3'"),
     (("--engine", "llama.cpp"), "--engine llama.cpp"),
-    (("--engine", "vllm"), "--python"),
+    (("--engine", "vllm"), "--python"), (("--python", "vllm"), "--python ENGINE=COMMAND"),
+    (("--python", "other=python"), "--python ENGINE=COMMAND"),
     (("--scheduling", "fair"), "scheduling"),
     (("--block-size", 0), "block_size"),
     (("--model", "no such folder"), "no such folder"),

@@ -50,7 +50,8 @@ def defaults_of(folder: Path, content, tokenizer=None):
 
 
 def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy, caplog):
-    counts = dict(temperature=0.6, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    counts = dict(temperature=0.6, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.1,
+                  presence_penalty=0.2, frequency_penalty=0.3, skip_special_tokens=False)
     content = counts | dict(max_new_tokens=7, do_sample=True, eos_token_id=[2, 5], top_h=None,
                             pad_token_id=0, transformers_version="5", num_beams=1, max_length=None)
     params, eos_tokens = defaults_of(text_copy, content)

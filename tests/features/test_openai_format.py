@@ -1,10 +1,11 @@
 """OpenAI's format without a server; test_serve.py and test_batch.py have more."""
 
 import json
+import shutil
 
 import pytest
 
-from nanoengine import SamplingParams
+from nanoengine import LLM, SamplingParams
 from nanoengine_extensions.openai_format import (
     CHAT,
     COMPLETION,
@@ -44,7 +45,9 @@ def test_what_has_no_effect_is_accepted(llm):
         # vLLM's fields at their defaults
         read(llm, body | {"include_reasoning": True, "spaces_between_special_tokens": True,
                           "return_token_ids": False, "return_tokens_as_token_ids": False,
-                          "return_weight_versions": False, "session_id": "a"}, url)
+                          "return_weight_versions": False, "session_id": "a",
+                          "return_token_offsets": False, "thinking_token_budget": -1,
+                          "truncation_side": "left", "mm_payload": "tensors"}, url)
         with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
             read(llm, body | {"return_token_ids": True}, url)
         # chat templates write special tokens themselves
@@ -85,11 +88,35 @@ def test_an_echo_of_token_ids_has_their_text(llm):
         for prompt in (text, ids):
             choice, = answer(llm, body | {"prompt": prompt})["choices"]
             assert choice["text"] == text and choice["finish_reason"] == "length"
+            assert choice["stop_reason"] is None
             logprobs = choice["logprobs"]
             assert "".join(logprobs["tokens"][1:]) in text
             assert len({len(each) for each in logprobs.values()}) == 1
             assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
             json.dumps(choice, allow_nan=False)
+
+
+def test_an_echo_alone_ends_as_if_nothing_was_generated(llm):
+    """Not with the stop token that the engine generates."""
+    body = {"prompt": "47 + 85 =", "temperature": 0, "stop_token_ids": [*range(500)]}
+    assert answer(llm, body | {"max_tokens": 1})["choices"][0]["finish_reason"] == "stop"
+    found = answer(llm, body | {"max_tokens": 0, "echo": True})
+    choice, = found["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    assert found["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("entries, most", [({"max_new_tokens": 7}, 7), ({}, None)])
+def test_the_most_tokens_of_a_chat(bundled, tmp_path, entries, most):
+    """As in vLLM, the model's file has the default of chats, but not that of completions."""
+    folder = shutil.copytree(bundled, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(entries))
+    body: dict = {"messages": [{"role": "user", "content": "a"}]}
+    with LLM(folder, num_kv_blocks=8) as llm:
+        assert read(llm, body, CHAT).params.max_tokens == most
+        for name in ("max_tokens", "max_completion_tokens"):
+            assert read(llm, body | {name: 9}, CHAT).params.max_tokens == 9
+        assert read(llm, {"prompt": "a"}).params.max_tokens == 16
 
 
 def test_an_echo_does_not_change_what_follows(llm):

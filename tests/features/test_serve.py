@@ -300,6 +300,9 @@ def test_streams_of_chats_with_logprobs(client):
         found += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
     assert found == whole.choices[0].logprobs.content
     assert [len(each.top_logprobs) for each in found] == [2] * len(found) != []
+    most = client.chat.completions.create(
+        model=NAME, messages=CHAT, logprobs=True, top_logprobs=20, seed=-2**63, max_tokens=1)
+    assert len(most.choices[0].logprobs.content[0].top_logprobs) == 20
 
 
 def test_tools_reach_the_template(client, llm, monkeypatch, make_app):
@@ -435,6 +438,9 @@ BAD = [
     # without a stream
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"echo": 5}, "echo"), ({"echo": True, "logprobs": -2}, "logprobs"),
+    # limits of the server, and of vLLM's
+    ({"logprobs": 21}, "logprobs"), ({"logprobs": -1}, "logprobs"), ({"seed": 2**63}, "seed"),
+    ({"seed": -2**63 - 1}, "seed"),
     ({"echo": True, "max_tokens": -1}, "max_tokens"),
     ({"best_of": 3}, "best_of"), ({"suffix": "x"}, "suffix"), ({"temprature": 1}, "temprature"),
     ({"self": 1}, "self"), ({"messages": CHAT}, "messages"), ({"\ud800": 1}, None),
@@ -449,6 +455,8 @@ BAD_CHATS = [
     ({"max_completion_tokens": -1}, "max_completion_tokens"), ({"tools": [{}]}, "tools"),
     ({"tools": "x"}, "tools"), ({"tools": [5]}, "tools"), ({"echo": True}, "echo"),
     ({"tool_choice": "auto"}, "tool_choice"), ({"chat_template": "x"}, "chat_template"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"), ({"seed": 2**64}, "seed"),
     # a client's program
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
     ({"chat_template_kwargs": 5}, "chat_template_kwargs"),

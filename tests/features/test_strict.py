@@ -100,6 +100,8 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
      "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
     (EngineConfig, "max_logprobs",
      "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
+    (EngineConfig, "ubatch_size",
+     "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
     (EngineConfig, "n_ctx", "use max_model_len"),
     (EngineConfig, "tp_size", "use tensor_parallel_size"),
     (EngineConfig, "max_batch_size", "use max_num_seqs"),
@@ -213,7 +215,8 @@ def test_all_keywords_of_vllm_get_an_answer():
         answer = f"^{name} is not known: (use|leave it out,|this engine has) [^:]+$"
         with pytest.raises(ValueError, match=answer):
             EngineConfig(model="m", **{name: 1})
-    assert {*vllm.INSTEAD.values()} <= ours | {"LLM.beam_search", "LLM(tokenizer=…)"}
+    assert {*vllm.INSTEAD.values()} <= ours | {
+        "LLM.beam_search", "LLM(tokenizer=…)", "CUDA_VISIBLE_DEVICES"}
 
 
 @pytest.mark.parametrize("name, value, accepted", [

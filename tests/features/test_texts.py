@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine import SamplingParams
+from nanoengine import LLM, SamplingParams
 from nanoengine.requests import Request
 from nanoengine.sequence import Sequence
 from nanoengine_extensions.logprobs import Logprobs, RowLogprobs, text_of
@@ -31,6 +31,17 @@ class Completion(Text):
 
     def output(self):
         return Request(None, [self.seq], None, 0, {"texts": Texts()}).output().outputs[0]
+
+
+@pytest.mark.parametrize("options, params, count", [
+    ({}, {}, 1), ({}, {"detokenize": False}, 0), ({"skip_tokenizer_init": True}, {}, 0)])
+def test_a_model_without_a_tokenizer_is_named_once(tiny, caplog, options, params, count):
+    with LLM(tiny, num_kv_blocks=8, **options) as llm:
+        for _ in range(2):
+            output, = llm.generate([[5, 6]], SamplingParams(max_tokens=2, **params), False)
+            assert output.outputs[0].text == ""
+    said = [each for each in caplog.messages if each.startswith(f"{tiny} has no tokenizer")]
+    assert len(said) == count
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,11 @@ def test_keywords_that_change_nothing_are_accepted(tiny):
     # of older versions
     assert without(dict(guided_decoding_disable_any_whitespace=True, max_num_partial_prefills=4,
                         disable_sliding_window=False, rope_theta=None)) == {}
+    # rare ones of version 0.33
+    assert without(dict(ubatch_size=2, use_replayssm=True, mamba_backend="flashinfer",
+                        long_prefill_token_threshold_adaptive=True, numa_bind_nodes=[0],
+                        per_request_spec_decode_metrics="none", model_weights="",
+                        kv_cache_dtype_skip_layers=[], tokens_only=False)) == {}
     # what vLLM's LLM has by default
     assert without(dict(nnodes=1, node_rank=0, master_addr="127.0.0.1", master_port=29501,
                         max_loras=1, max_lora_rank=16, lora_dtype="auto", mamba_cache_dtype="auto",
@@ -135,9 +140,12 @@ def test_a_number_turns_on_as_true_does(tiny, name):
     ("logprobs_mode", "processed_logits", "this engine has nothing like it"),
     ("speculative_config", {"method": "eagle", "model": "a"}, "left out: use speculation"),
     ("speculative_config", {"model": "a"}, "left out: use speculation"),
-    ("spec_method", "ngram", "left out: use speculation"),
+    ("spec_method", "eagle", "left out: use speculation"),
     ("kv_cache_memory_bytes", 2**30, "left out: use num_kv_blocks"),
     ("tokenizer_revision", "main", "left out: use revision"),
+    ("device_ids", [0], "left out: use CUDA_VISIBLE_DEVICES"),
+    ("tokens_only", True, "left out: use skip_tokenizer_init"),
+    ("mm_encoder_only", True, "this engine has nothing like it"),
     ("offload_group_size", 1, "this engine has nothing like it"),
     ("chat_template", "no/such.jinja", "No such file"),
     ("chat_template", 5, "not int"),
@@ -187,12 +195,14 @@ def test_keywords_of_calls(llm):
             llm.beam_search("a", beams, **bad)
 
 
-@pytest.mark.parametrize("config", [
-    {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5},
-    {"model": "[ngram]", "num_speculative_tokens": 5}])
-def test_guesses_from_the_prompt_by_their_name_in_vllm(bundled, llm, config):
+@pytest.mark.parametrize("options", [
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5,
+                            "prompt_lookup_max": 5}},
+    {"speculative_config": {"model": "[ngram]", "num_speculative_tokens": 5}},
+    {"spec_method": "ngram", "spec_tokens": 5}])
+def test_guesses_from_the_prompt_by_their_name_in_vllm(bundled, llm, options):
     prompt = "47 + 85 = 132 47 + 85 = 132 47 + 85 ="
-    with LLM(bundled, dtype="float32", num_kv_blocks=16, speculative_config=config) as other:
+    with LLM(bundled, dtype="float32", num_kv_blocks=16, **options) as other:
         assert other.config.speculation == "prompt-lookup"
         assert token_ids(generate(other, prompt)) == token_ids(generate(llm, prompt))
 
@@ -237,8 +247,7 @@ def test_sampling_params():
     assert (params.stop, copy.stop, type(copy)) == ([], ["b"], SamplingParams)
     with pytest.raises(ValueError, match="top_p"):
         SamplingParams(top_p=2)
-    final = SamplingParams(
-        output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True, max_tokens=5)
+    final = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=5)
     assert final == SamplingParams(max_tokens=5) and RequestOutputKind.DELTA.value == 1
     with pytest.raises(ValueError, match="temprature .*temperature"):
         SamplingParams(temprature=1)
@@ -508,6 +517,36 @@ def test_what_comes_back(llm):
         assert output.metrics.first_token_time > 0
     assert isinstance(llm.chat([{"role": "user", "content": "12"}], GREEDY, False)[0],
                       RequestOutput)
+
+
+def test_flat_logprobs(llm):
+    """As vLLM's class of this name has them: the same dicts, and columns."""
+    params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1,
+                            flat_logprobs=True)
+    flat, = generate(llm, "47 + 85 =", params)
+    params.flat_logprobs = False
+    usual, = generate(llm, "47 + 85 =", params)
+    assert flat.prompt_logprobs[0] == {} and flat.prompt_logprobs[1:] == usual.prompt_logprobs[1:]
+    assert (usual.prompt_logprobs[0], type(usual.prompt_logprobs)) == (None, list)
+    pairs = [(flat.prompt_logprobs, flat.prompt_token_ids, 1)]
+    for ours, theirs in zip(flat.outputs, usual.outputs):
+        assert ours.logprobs == theirs.logprobs and type(theirs.logprobs) is list
+        pairs.append((ours.logprobs, ours.token_ids, 2))
+    for columns, own, count in pairs:
+        num_empty = len(own) - sum(map(bool, columns))
+        starts, ends = columns.start_indices, columns.end_indices
+        assert starts == [0] * num_empty + [*range(0, ends[-1], count + 1)]
+        assert ends == [0] * num_empty + [start + count + 1 for start in starts[num_empty:]]
+        for token_id, found, start, end in zip(own, columns, starts, ends):
+            assert not found or columns.token_ids[start] == token_id
+            rows = zip(columns.logprobs[start:end], columns.ranks[start:end],
+                       columns.decoded_tokens[start:end])
+            for its, row in zip(columns.token_ids[start:end], rows, strict=True):
+                assert row == tuple(vars(found[its]).values())
+            assert columns.ranks[start + 1:end] == [*range(1, end - start)]
+    copy = SamplingParams(flat_logprobs=True, logprobs=-1, temperature=0, max_tokens=1).clone()
+    everything = generate(llm, "Once", copy)[0].outputs[0].logprobs
+    assert len(everything.token_ids) == llm.inputs.vocab_size + 1
 
 
 def test_structured_outputs(llm):

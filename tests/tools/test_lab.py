@@ -79,7 +79,7 @@ def steps_as_seconds(monkeypatch):
         now[0] += 1
         return dataclasses.replace(launch(runner, batch), done=now[0])
 
-    def make_features(files):
+    def make_features(files=()):
         features = make(files)
         features["Metrics"].clock = lambda: now[0]
         return features

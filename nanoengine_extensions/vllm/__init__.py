@@ -5,6 +5,11 @@
 nanoengine's own `LLM` uses vLLM's names for the same features. This file adds the rest: keywords
 that have no effect here, names of types, and subclasses with the rest of `SamplingParams` and
 `LLM`. The engine does not know these subclasses. Outputs are nanoengine's own.
+
+Two lists have keywords of vLLM, those of older versions included, and keys of its prompts:
+
+    without_effect.txt    those that change no token here, whatever their value
+    off.txt               those that this engine has nothing like, so they must turn nothing on
 """
 
 from enum import Enum
@@ -17,53 +22,11 @@ from typing import Any
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
 from nanoengine.features import extension, naming, rejected
+from nanoengine.observers import Feature
+from nanoengine.sequence import Sequence
 
-# vLLM's keywords that change no token here, whatever their value, …
-WITHOUT_EFFECT = {*"""aggregate_engine_logging all2all_backend allowed_local_media_path
-    allowed_media_domains async_scheduling attention_config backend chat_template_content_format
-    collect_detailed_traces compilation_config concurrency_limit cudagraph_capture_sizes
-    cudagraph_metrics custom_histogram_buckets data_parallel_backend disable_any_whitespace
-    disable_async_output_proc disable_cascade_attn disable_chunked_mm_input
-    disable_custom_all_reduce disable_fallback disable_hybrid_kv_cache_manager disable_log_requests
-    disable_log_stats disable_mm_preprocessor_cache distributed_timeout_seconds
-    enable_chunked_prefill enable_ep_weight_filter enable_flashinfer_autotune
-    enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details
-    enable_mfu_metrics enable_sleep_mode eplb_config expert_placement_strategy extra_args
-    fail_on_environ_validation flat_logprobs fully_sharded_loras guided_decoding_backend
-    guided_decoding_disable_any_whitespace guided_decoding_disable_fallback hf_token ignore_patterns
-    interleave_mm_strings jit_monitor_mode kernel_config kv_cache_metrics kv_cache_metrics_sample
-    kv_offloading_backend language_model_only limit_mm_per_prompt linear_backend log_level
-    logging_config long_prefill_token_threshold lora_dtype master_addr master_port max_cpu_loras
-    max_cudagraph_capture_size max_long_partial_prefills max_lora_rank max_loras
-    max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture mm_encoder_tp_mode
-    mm_processor_cache_gb mm_processor_cache_type model_loader_extra_config moe_backend monokernel
-    num_scheduler_steps numa_bind offload_num_in_group offload_prefetch_step optimization_level
-    output_kind performance_mode prefill_schedule_interval prefix_caching_hash_algo
-    pt_load_map_location ray_workers_use_nsight renderer_num_workers routed_experts_prompt_start
-    safetensors_load_strategy scheduler_delay_factor scheduler_reserve_full_isl served_model_name
-    show_hidden_metrics_for_version shutdown_timeout skip_clone skip_mm_profiling
-    skip_reading_prefix_cache sleep_mode_backend spaces_between_special_tokens stream_interval
-    trust_remote_code use_tqdm_on_load use_v2_block_manager watchdog_config watermark""".split()}
-# … and those that must not turn anything on, since this engine has nothing like them. Some are keys
-# of prompts.
-OFF = {*"""additional_config cache_salt calculate_kv_scales code_revision config_format convert
-    cpu_offload_params data_parallel_rank data_parallel_size decode_context_parallel_size
-    diffusion_config disable_additional_properties disable_sliding_window
-    distributed_executor_backend ec_transfer_config enable_dbo enable_elastic_ep enable_eplb
-    enable_expert_parallel enable_in_reasoning enable_lora enable_mm_embeds enable_prompt_embeds
-    enable_reasoning enable_return_routed_experts enable_trace_replay generation_config
-    guided_decoding_disable_additional_properties hf_config_path hf_overrides io_processor_plugin
-    kv_cache_dtype kv_cache_memory_bytes kv_events_config kv_offloading_size kv_sharing_fast_prefill
-    kv_transfer_config logprob_token_ids logprobs_mode lora_request mamba_cache_dtype
-    mamba_ssm_cache_dtype media_io_kwargs mm_processor_kwargs model_class_overrides multi_modal_data
-    multi_modal_uuids nnodes node_rank offload_group_size offload_params pipeline_parallel_size
-    pooler_config prefill_context_parallel_size profiler_config prompt_embeds prompt_logprob_start
-    prompt_logprob_token_ids prompt_token_offsets quantization_config reasoning_config
-    reasoning_parser reasoning_parser_plugin repetition_detection return_sampling_mask rope_scaling
-    rope_theta runner scheduler_cls spec_method spec_model spec_tokens speculative_config task
-    thinking_token_budget token_type_ids tokenization_kwargs tokenizer_mode tokenizer_revision
-    trace_decode_token_ids watermark_config watermarking weight_transfer_config whitespace_pattern
-    worker_cls worker_extension_cls""".split()}
+WITHOUT_EFFECT, OFF = ({*Path(__file__).with_name(name).read_text(encoding="utf-8").split()}
+                       for name in ("without_effect.txt", "off.txt"))
 # nanoengine's names, each with those of vLLM, transformers, llama.cpp and OpenAI
 NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar guided_json
              guided_regex response_format""",
@@ -75,7 +38,8 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "LLM.beam_search": "length_penalty use_beam_search", "LLM(tokenizer=…)": "set_tokenizer",
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
          "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs",
-         "prompt_logprobs_start": "prompt_logprob_start"}
+         "prompt_logprobs_start": "prompt_logprob_start", "skip_tokenizer_init": "tokens_only",
+         "CUDA_VISIBLE_DEVICES": "device_ids"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
 # values that turn nothing on, as strings; nor does 1 rank
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
@@ -135,7 +99,8 @@ class SamplingParams(nanoengine.SamplingParams):
     """nanoengine's parameters. None stands for the default, except for `max_tokens`.
 
     `output_kind` has no effect, as in vLLM's own `LLM`. `extra_args` has no effect either, but is
-    kept as an attribute. All arguments of the constructor can also be assigned later.
+    kept as an attribute. `flat_logprobs` asks for `FlatLogprobs`. All arguments of the constructor
+    can also be assigned later.
     """
 
     def __init__(self, *, max_tokens: int | None = 16, **options: Any) -> None:
@@ -144,6 +109,7 @@ class SamplingParams(nanoengine.SamplingParams):
         form = options.pop("guided_decoding", None) if form is None else form
         super().__init__(max_tokens=max_tokens, structured_outputs=plain(form), **without(options))
         self.extra_args = options.get("extra_args")
+        self.flat_logprobs = options.get("flat_logprobs")
 
     def __setattr__(self, name: str, value: Any) -> None:
         name = "structured_outputs" if name == "guided_decoding" else name
@@ -154,7 +120,54 @@ class SamplingParams(nanoengine.SamplingParams):
         else:
             super().__setattr__(name, value)
 
+    def clone(self) -> "SamplingParams":
+        copy: Any = super().clone()
+        copy.flat_logprobs = self.flat_logprobs
+        return copy
+
     from_optional = classmethod(lambda cls, **values: cls(**values))
+
+
+class FlatLogprobs(list):
+    """vLLM's flat form of log-probabilities: a list of dicts that also has them as columns.
+
+    In the columns, position i has the entries from `start_indices[i]` to `end_indices[i]`: its own
+    token, then the likeliest ones, which can include it once more. A position without
+    log-probabilities, such as the first of a prompt, has an empty dict and no entries.
+
+    count: how many of the likeliest were asked for; -1: all.
+    """
+
+    def __init__(self, positions: list[Any], count: int) -> None:
+        super().__init__(found or {} for found in positions)
+        self.start_indices: list[int] = []
+        self.end_indices: list[int] = []
+        self.token_ids: list[int] = []
+        for found in self:
+            self.start_indices.append(len(self.token_ids))
+            likeliest = sorted(found, key=lambda token_id: found[token_id].rank)
+            self.token_ids += [*found][:1] + likeliest[:len(found) if count == -1 else count]
+            self.end_indices.append(len(self.token_ids))
+        entries = [found[token_id] for found, start, end in zip(
+                       self, self.start_indices, self.end_indices)
+                   for token_id in self.token_ids[start:end]]
+        self.logprobs = [each.logprob for each in entries]
+        self.ranks = [each.rank for each in entries]
+        self.decoded_tokens = [each.decoded_token for each in entries]
+
+
+class Flat(Feature):
+    """Makes log-probabilities flat, for requests that ask for it."""
+
+    def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
+        params: Any = seqs[0].params
+        if not vars(params).get("flat_logprobs"):
+            return
+        if output.prompt_logprobs is not None:
+            output.prompt_logprobs = FlatLogprobs(output.prompt_logprobs, params.prompt_logprobs)
+        for each in output.outputs:
+            if each.logprobs is not None:
+                each.logprobs = FlatLogprobs(each.logprobs, params.logprobs)
 
 
 class Parts(SimpleNamespace):
@@ -183,13 +196,15 @@ class LLM(nanoengine.LLM):
                 self.chat_template = Path(chat_template).read_text(encoding="utf-8")
         # the requests of `enqueue`, whose outputs `wait_for_completion` returns
         self.enqueued: list[Any] = []
-        drafts = options.get("speculative_config")
+        drafts = options.get("speculative_config") or {"method": options.get("spec_method")}
         # the method is in `method`, or `model` in older versions; the numbers of guesses are unused
         if isinstance(drafts, dict) and "ngram" in f"{drafts.get('method') or drafts.get('model')}":
-            options |= {"speculation": "prompt-lookup", "speculative_config": None}
+            options["speculation"] = "prompt-lookup"
+            options |= dict.fromkeys(("speculative_config", "spec_method", "spec_tokens"))
         with naming("structured_outputs_config"):
             if unknown := without(dict(structured_outputs_config or {})):
                 raise rejected(*unknown.popitem(), "left out: it is not known")
+        options["features"] = [*(options.get("features") or []), Flat()]
         super().__init__(model, **without(options))
         old = {} if options.get("generation_config") == "vllm" else vars(self.inputs.default_params)
         # the names in the file; one of them differs
