@@ -130,13 +130,13 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("backends")):
         # adds rows to the table
         extension("backends", f"attention_backend={name!r}")
-    if name == "auto":
-        ranked = sorted(BACKENDS, key=lambda each: -BACKENDS[each].rank)
-        # "gather" works everywhere
-        name = next(each for each in ranked if BACKENDS[each].works(device, dtype))
-    elif name not in BACKENDS or not BACKENDS[name].works(device, dtype):
+    works = name in BACKENDS and BACKENDS[name].works(device, dtype)
+    if not works:
         usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
-        raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
+        if name != "auto":
+            raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
+        # "gather" works everywhere
+        name = max(usable, key=lambda each: BACKENDS[each].rank)
     multiple = BACKENDS[name].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {name}")

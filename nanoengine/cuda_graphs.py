@@ -18,10 +18,10 @@ requests. So a graph ends with the hidden states; logits and sampling come after
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, cuda
+from torch import Tensor
 
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs, StepShape
@@ -38,27 +38,24 @@ class CudaGraphs:
 
     def __init__(self, most: int) -> None:
         self.sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
-        self.captured: dict[StepShape, tuple[cuda.CUDAGraph, StepInputs, Tensor]] = {}
+        self.captured: dict[StepShape, tuple[Any, StepInputs, Tensor]] = {}
 
     @torch.inference_mode()
-    def capture(self, prepare: Callable, compute: Callable, longest: int) -> None:
+    def capture(self, runner: Any) -> None:
         """Records a graph for each size and width, the largest first, so that the others can use
-        its memory.
-
-        prepare, compute: the runner's `prepare` and `hidden_states`; longest: `max_model_len`.
-        """
-        pool = cuda.graph_pool_handle()
+        its memory."""
+        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
-            for num_keys in widths(size, longest):
+            for num_keys in widths(size, runner.max_model_len):
                 # dummy sequences of one token; only the width of their tables matters
-                buffer, shape = prepare(padded(Batch(), size), num_keys)
-                step = StepInputs.from_buffer(buffer.to("cuda"), shape)
+                buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
+                step = StepInputs.from_buffer(buffer.to(runner.device), shape)
                 # a first run loads the kernels
-                compute(step)
-                graph = cuda.CUDAGraph()
+                runner.hidden_states(step)
+                graph = torch.cuda.CUDAGraph()
                 # other threads, such as NCCL's, may query the device meanwhile
-                with cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    hidden = compute(step)
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    hidden = runner.hidden_states(step)
                 self.captured[shape] = graph, step, hidden
 
     def can_replay(self, batch: Batch) -> bool:

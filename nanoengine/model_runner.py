@@ -130,7 +130,7 @@ class ModelRunner:
         has_graphs = backend.has_graphs and self.model.has_graphs
         if has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):
-                self.graphs.capture(self.prepare, self.hidden_states, self.max_model_len)
+                self.graphs.capture(self)
 
     def measure_free_bytes(self) -> int:
         """Returns the bytes for the KV cache: see nanoengine_extensions/memory.py; without it, 1
