@@ -459,7 +459,7 @@ def test_bfloat16_is_checked_in_float32(folder_of, monkeypatch, name):
     (dict(quant_method="bitsandbytes", load_in_4bit=True), {}, "none of its weights is quantized"),
     (dict(quant_method="fp8"), dict(quantization="int8"), "None or 'fp8'"),
     (dict(quant_method="mxfp4"), dict(quantization="int4"), "None or 'mxfp4'"),
-    (dict(quant_method="gptq", bits=3), {}, "quantization_config.bits=3 is not accepted"),
+    (dict(quant_method="gptq", bits=5), {}, "quantization_config.bits=5 is not accepted"),
     (dict(quant_method="gptq", bits=4), dict(quantization="awq"), "None or 'gptq'"),
     (dict(quant_method="gptq", bits=4), {}, "none of its weights is quantized"),
     (dict(quant_method="gptq", bits=4), dict(load_format="dummy"), "random weights are not quan"),
