@@ -103,7 +103,7 @@ class Index:
         where = f"{name} in {self.files[name]}"
         fitting = [each for each in shapes if without_ones(each) == without_ones(shape)]
         if kind not in kinds or not fitting:
-            known = " or ".join(str([*each]) for each in dict.fromkeys(shapes))
+            known = " or ".join(dict.fromkeys(str([*each]) for each in shapes))
             raise rejected(where, f"{kind} {shape}", f"{' or '.join(kinds)} of shape {known}")
         found = stored[...] if number is None else stored[number]
         is_exponent = kind == "U8" and kinds[-2:] == EXPONENTS

@@ -52,7 +52,8 @@ HEADS = {"q_proj": 4, "k_proj": 2}
 SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
           "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4), "IQ4_NL": ((0,), 1e-4),
           "IQ4_XS": ((0,), 1e-5), **dict.fromkeys(gguf_grids.SIZES, ((0,), 1e-4)),
-          "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0), "NVFP4": ((), 0)}
+          "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0), "NVFP4": ((), 0),
+          "TQ1_0": ((52,), 1e-2), "TQ2_0": ((64,), 1e-2)}
 
 
 def gguf_name(name: str) -> str:
@@ -285,8 +286,9 @@ def check_damages(folder: Path, entries: dict[str, Any], parts: Parts, names: li
                     for dim, size in enumerate(part.shape) if size % 2 == 0]
         if part.is_floating_point():
             # FP8 has no inf
-            places = part.float().flatten()
-            for place, value in ((0, torch.nan), (-1, torch.inf)):
+            last = torch.inf if part.element_size() > 1 else torch.nan
+            for place, value in ((0, torch.nan), (-1, last)):
+                places = part.float().flatten().clone()
                 places[place] = value
                 damaged.append(places.view(part.shape).to(part.dtype))
         for each in damaged:

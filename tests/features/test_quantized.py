@@ -199,15 +199,27 @@ def test_a_number_for_each_layer(make_gguf):
     assert generated(path) == expected(model)
 
 
-def with_one_qkv(path: Path) -> Path:
-    """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
+def changed(path: Path) -> tuple[Path, gguf.GGUFWriter, dict[str, Any]]:
+    """A new file with the same entries, what writes it, and the tensors of the old file."""
     reader = gguf.GGUFReader(path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    writer = gguf.GGUFWriter(
-        fused := path.with_name("fused.gguf"), reader.fields["general.architecture"].contents())
+    path = path.with_name("changed.gguf")
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.")):
             writer.add_key_value(name, field.contents(), field.types[0])
+    return path, writer, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def with_one_qkv(path: Path) -> Path:
+    """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
+    fused, writer, tensors = changed(path)
     for name, tensor in tensors.items():
         if "attn_q." in name:
             data = [tensors[name.replace("attn_q.", f"attn_{part}.")].data for part in "qkv"]
@@ -215,11 +227,41 @@ def with_one_qkv(path: Path) -> Path:
                               raw_dtype=tensor.tensor_type)
         elif "attn_k." not in name and "attn_v." not in name:
             writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     return fused
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+def test_scales_of_whole_matrices(make_gguf, architecture):
+    """Those of NVFP4, which llama.cpp's converter writes beside it; scales of inputs are left out.
+    """
+    path, model = make_gguf(["NVFP4"], architecture)
+    path, writer, tensors = changed(path)
+    state = {gguf_name(name): weight for name, weight in model.state_dict().items()}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+        if name.endswith("weight") and len(tensor.shape) == 2 and number % 3:
+            factor = np.float32([0.7 + 0.01 * number])
+            writer.add_tensor(name.replace("weight", "scale"), factor)
+            writer.add_tensor(name.replace("weight", "input_scale"), factor)
+            state[name] *= float(factor[0])
+    write(writer)
+    for name, weight in weights_of(path).items():
+        torch.testing.assert_close(weight, given(model)[name], rtol=2e-7, atol=0)
+    wanted = expected(model)
+    assert generated(path) == generated(path, kernels=False) == wanted
+    assert generated(path, model_impl="transformers") == wanted
+
+
+@pytest.mark.parametrize("factor", [[1.0, 2.0], [np.inf]])
+def test_scales_of_whole_matrices_that_are_refused(make_gguf, factor):
+    path, writer, tensors = changed(make_gguf(["NVFP4"])[0])
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.add_tensor("blk.1.ffn_up.scale", np.float32(factor))
+    write(writer)
+    with pytest.raises(ValueError, match="scale of layers.1.mlp.up_proj.weight=.* 1 finite numb"):
+        LLM(path, **OPTIONS)
 
 
 @pytest.mark.parametrize("architecture, changes", [
