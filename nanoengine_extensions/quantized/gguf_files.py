@@ -117,8 +117,7 @@ def factors_of(tables: dict[str, Any]) -> dict[str, list[float]]:
         module, _, part = name.rpartition(".")
         _, kind, *_ = every.get(f"{module}.weight", ("", ""))
         if kind == "NVFP4" and part in ("scale", "input_scale"):
-            numbers = np.fromfile(file, np.float32, num_bytes // 4, offset=offset)
-            found[name] = numbers.tolist()
+            found[name] = np.fromfile(file, np.float32, num_bytes // 4, offset=offset).tolist()
     return found
 
 

@@ -86,9 +86,11 @@ def blocks_in(c: dict[str, Any]) -> list[tuple[int, int]]:
     size = c.get("group_size") or c.get("q_group_size")
     given: list[Any] = [STRATEGIES.get(c.get("strategy", "")), BLOCKS.get(algorithm_of(c)),
                         sizes and (int(sizes[0]), int(sizes[-1])), size and (1, max(0, int(size)))]
-    within = [blocks_in(each) for name, each in c.items()
-              if isinstance(each, dict) and name not in ACTIVATIONS]
-    return sum(within, [*filter(None, given)][:1])
+    found = [*filter(None, given)][:1]
+    for name, each in c.items():
+        if isinstance(each, dict) and name not in ACTIVATIONS:
+            found += blocks_in(each)
+    return [*dict.fromkeys(found)]
 
 
 def has_rounded_cache(c: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.features import rejected
-from nanoengine_extensions.quantized import formulas
+from nanoengine_extensions.quantized import formulas, methods
 from nanoengine_extensions.quantized.formulas import E4M3, MXFP4, Grouped
 from nanoengine_extensions.quantized.stored import (
     EXPONENTS, FLOATS, INTEGERS, WORDS, Index, Opened, Stored, layouts_of, plain)
@@ -41,6 +41,7 @@ SCALE_KINDS = {torch.float8_e4m3fn: FLOATS + EXPONENTS, torch.uint8: ("F8_E4M3",
 def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
     """Returns the tensors of a file. entries: of the model's quantization_config"""
     opened = Opened()
+    blocks = methods.blocks_in(entries)
     for name, tensor in plain(file).items():
         weight = name.removesuffix("_packed")
         scale = next((weight + end for end in SCALES if weight + end in index.files), None)
@@ -54,7 +55,7 @@ def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
             if tensor.kind == "I32":
                 shape = index.part(f"{weight}_shape", INTEGERS, [(2,)]).tolist()
             opened[weight] = Stored(kind, shape, partial(
-                read, index, name, scale, shape, entries))
+                read, index, name, scale, shape, blocks))
         elif not OTHERS.search(name) and not owners.intersection(index.files):
             if tensor.is_quantized or (weight.endswith("weight") and tensor.kind in KINDS):
                 raise rejected(name, tensor.kind, f"beside its scale, {weight}{SCALES[1]}")
@@ -63,12 +64,12 @@ def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
 
 
 def read(index: Index, name: str, scale: str, shape: list[int],
-         entries: dict[str, Any]) -> Tensor | Grouped:
+         blocks: list[tuple[int, int]]) -> Tensor | Grouped:
     weight = name.removesuffix("_packed")
     *experts, outputs, inputs = shape
     numbers = index.read(name)
     order = index.find(f"{weight}_g_idx", INTEGERS, [(inputs,)])
-    layouts = layouts_of(shape, entries, order)
+    layouts = layouts_of(shape, blocks, order)
     # of the matrices of many experts, all can have one
     one = [(*experts, 1, 1), (1,) * len(shape)]
     shapes = [(*experts, *each) for each in layouts] + one * ((1, 1) in layouts)
@@ -82,7 +83,7 @@ def read(index: Index, name: str, scale: str, shape: list[int],
         packed = -(-outputs * bits // 32), scales.shape[1]
         zeros = index.find(own, (*WORDS, "I8"), [packed if are_words else scales.shape])
         return formulas.compressed(numbers, scales, shape, zeros)._replace(groups=groups)
-    zeros = index.find(own, ("I8",), [scales.shape])
+    zeros = index.find(own, ("I8", "F8_E4M3"), [scales.shape])
     above, below = (index.find(weight + end, FLOATS, one) for end in ("_scale_2", "_global_scale"))
     # of NVFP4
     if scales.dtype == torch.float8_e4m3fn and above is None and below is None:
@@ -102,7 +103,8 @@ def scaled(numbers: Tensor, scales: Tensor, rows: int, groups: Tensor,
 
     rows: how many outputs have one scale; groups: the group of each input
     """
-    if zeros is not None and (numbers.ndim > 2 or numbers.dtype != torch.int8):
+    is_int8 = numbers.ndim == 2 and numbers.dtype == torch.int8
+    if not is_int8 and zeros is not None and zeros.float().any():
         raise ValueError("only a matrix in int8 or int32 can have zeros")
     if numbers.ndim > 2:
         parts = zip(numbers, scales.expand(len(numbers), -1, -1))

@@ -122,67 +122,72 @@ def without_ones(shape: Sequence[int]) -> list[int]:
 # ------------------------------------------------------------- by the method of quantization
 
 
-def layouts_of(shape: Sequence[int], entries: dict[str, Any],
+def layouts_of(shape: Sequence[int], blocks: list[tuple[int, int]],
                order: Tensor | None = None) -> dict[tuple[int, int], tuple[int, Tensor]]:
-    """Returns all shapes that the scales of a matrix can have by `quantization_config`, and for
-    each, how many outputs have one scale, and the group of each input. The last ones can be fewer.
+    """Returns all shapes that the scales of a matrix can have, and for each, how many outputs have
+    one scale, and the group of each input. The last ones can be fewer.
 
+    blocks: see `methods.blocks_in`
     order: the group of each input, if the files say it; -1: the tool has not filled it
     """
     *experts, outputs, inputs = shape
-    # if nothing is said: one for all, for each output, or for each input of transposed experts
-    blocks = methods.blocks_in(entries) or [(0, 0), (1, 0), *[(0, 1)] * len(experts)]
     found: dict[tuple[int, int], tuple[int, Tensor]] = {}
-    for rows, columns in blocks:
+    # if nothing is said: one for all, for each output, or for each input of transposed experts
+    for rows, columns in blocks or [(0, 0), (1, 0), *[(0, 1)] * len(experts)]:
         rows = rows or outputs
         groups = torch.arange(inputs) // (columns or inputs)
         if order is not None and order.max() >= 0:
             groups = order
-        found.setdefault((-(-outputs // rows), len(groups.unique())), (rows, groups))
+        count = int(groups.max()) + 1
+        if not torch.equal(groups.unique(), torch.arange(count)):
+            raise rejected("the group of each input, g_idx", groups.tolist(), "one of all groups")
+        found.setdefault((-(-outputs // rows), count), (rows, groups))
     return found
 
 
 def open_quantized(index: Index, entries: dict[str, Any], file: Path) -> Opened:
     """Returns the tensors of a file of AWQ or GPTQ, with one weight instead of its parts."""
     opened = Opened()
+    kind, bits = methods.gptq_format(entries), methods.bits_of(entries)
+    blocks = methods.blocks_in(entries)
     for name, tensor in plain(file).items():
         module, _, part = name.rpartition(".")
-        if part == PARTS[0]:
+        if part == "qweight":
             if tensor.kind not in WORDS:
                 raise rejected(f"{name} in {file}", tensor.kind, f"of type {WORDS[0]}")
-            shape = shape_of(index, module, tensor.shape, entries)
+            shape = shape_of(index, module, tensor.shape, kind, bits)
             opened[f"{module}.weight"] = Stored(part, shape, partial(
-                read_columns, index, module, shape, entries))
+                read_columns, index, module, shape, kind, blocks))
         elif part not in PARTS:
             opened[name] = tensor
     return opened
 
 
-def shape_of(index: Index, module: str, words: list[int], entries: dict[str, Any]) -> list[int]:
+def shape_of(index: Index, module: str, words: list[int], kind: str, bits: set[int]) -> list[int]:
     """Returns the shape of a weight of AWQ or GPTQ. words: the shape of its packed numbers"""
     rows, columns = words
-    if methods.gptq_format(entries) == "awq":
+    if kind == "awq":
         return [8 * columns, rows]
     name = f"{module}.qzeros"
     zeros = index.slice_of(name).get_shape()
     # modules can differ in their bits, which only zeros show
-    widths = {-(-columns * bits // 32): bits for bits in methods.bits_of(entries)}
+    widths = {-(-columns * each // 32): each for each in bits}
     if zeros[-1] not in widths:
         known = " or ".join(f"[groups, {width}]" for width in widths)
         raise rejected(f"{name} in {index.files[name]}", zeros, f"{WORDS[0]} of shape {known}")
     return [columns, 32 * rows // widths[zeros[-1]]]
 
 
-def read_columns(index: Index, module: str, shape: list[int], entries: dict[str, Any]) -> Grouped:
+def read_columns(index: Index, module: str, shape: list[int], kind: str,
+                 blocks: list[tuple[int, int]]) -> Grouped:
     """Reads a weight of AWQ or GPTQ: its zeros and scales are (groups, outputs)."""
     outputs, inputs = shape
     words = index.read(f"{module}.qweight")
-    layouts = layouts_of(shape, entries, index.find(f"{module}.g_idx", INTEGERS, [(inputs,)]))
+    layouts = layouts_of(shape, blocks, index.find(f"{module}.g_idx", INTEGERS, [(inputs,)]))
     scales = index.part(f"{module}.scales", FLOATS, [
         (groups, outputs) for rows, groups in layouts if rows == outputs])
     width = -(-words.numel() // inputs)
     zeros = index.part(f"{module}.qzeros", WORDS, [(len(scales), width)])
-    kind = methods.gptq_format(entries)
     found = (formulas.awq(words, zeros, scales) if kind == "awq"
              else formulas.gptq(words, zeros, scales, 2 if kind == "gptq_v2" else 1))
     return found._replace(groups=layouts[outputs, len(scales)][1])

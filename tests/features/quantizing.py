@@ -254,6 +254,8 @@ FORMATS = {
     "gptq 3 v2": (3, 32, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
                   GPTQ | dict(bits=3, checkpoint_format="gptq_v2")),
     "gptq 3 act-order": (3, 32, True, False, in_gptq, GPTQ | dict(bits=3, desc_act=True)),
+    "auto-round 3": (3, 32, False, False, in_gptq, dict(
+        quant_method="auto-round", packing_format="auto_round:auto_gptq", bits=3, group_size=32)),
     "gptq v2 by format": (8, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
                           GPTQ | dict(bits=8, group_size=64, format="gptq_v2")),
     "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
