@@ -20,8 +20,8 @@ from forks import is_compiled_once
 from quantizing import (
     AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCALES,
     SCHEDULES, change_config, check_damages, compare_products, compressed_config, draw, drawn,
-    expected, generated, gguf_name, in_awq, in_gptq, in_words, linears_of, logprobs_of, make_gguf,
-    make_quantized, num_bytes, opened, run_on_another_cpu)
+    expected, generated, gguf_name, in_awq, in_gguf, in_gptq, in_words, linears_of, logprobs_of,
+    make_gguf, make_quantized, num_bytes, opened, run_on_another_cpu)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extensions import containers, quantized
 from nanoengine_cpu import compiling
 from nanoengine_extensions.quantized import (
-    formulas, gguf_header, gguf_numbers, methods, modules, order, packed)
+    formulas, gguf_files, gguf_header, gguf_numbers, methods, modules, order, packed)
 from nanoengine_extensions.quantized.stored import open_rounded
 
 fixtures = make_gguf, make_quantized
@@ -251,6 +251,26 @@ def test_scales_of_whole_matrices(make_gguf, architecture):
     wanted = expected(model)
     assert generated(path) == generated(path, kernels=False) == wanted
     assert generated(path, model_impl="transformers") == wanted
+
+
+def test_scales_of_experts(tmp_path):
+    """Each expert has one; they can be in another part of a model in several files."""
+    files = [tmp_path / "a", tmp_path / "b"]
+    raw = in_gguf(np.zeros((8, 64)), "NVFP4", 0)
+    files[0].write_bytes(raw.tobytes())
+    files[1].write_bytes(np.float32([0.3, 0.7, 9]).tobytes())
+    name = "layers.0.mlp.experts.up_proj"
+    (tmp_path / gguf_files.TABLE).write_text(json.dumps({
+        str(files[0]): {f"{name}.weight": ["NVFP4", [2, 4, 64], 0, raw.size]},
+        str(files[1]): {f"{name}.scale": ["F32", [2], 0, 8],
+                        f"{name}.input_scale": ["F32", [1], 8, 4]}}))
+    found, others = (gguf_files.open_gguf(tmp_path, dict(heads={}, norms=0.0), file)
+                     for file in files)
+    assert len(found) == 2 and not others
+    weights = gguf.dequantize(raw, gguf.GGMLQuantizationType.NVFP4).reshape(2, 4, 64)
+    for number, factor in enumerate(np.float32([0.3, 0.7])):
+        weight = found[f"layers.0.mlp.experts.{number}.up_proj.weight"].read()
+        np.testing.assert_allclose(weight, weights[number] * factor, rtol=2e-7)
 
 
 @pytest.mark.parametrize("factor", [[1.0, 2.0], [np.inf]])
