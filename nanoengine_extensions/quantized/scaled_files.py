@@ -88,10 +88,8 @@ def read(index: Index, name: str, scale: str, shape: list[int],
     # of NVFP4
     if scales.dtype == torch.float8_e4m3fn and above is None and below is None:
         raise ValueError(f"it lacks {weight}_scale_2 or {weight}_global_scale")
-    if above is not None:
-        scales = scales.float() * above
-    if below is not None:
-        scales = scales.float() / below
+    scales = scales if above is None else scales.float() * above
+    scales = scales if below is None else scales.float() / below
     if not scales.float().isfinite().all():
         raise rejected(f"{weight}_global_scale", below, "such that all scales are finite")
     return scaled(numbers, scales, rows, groups, zeros)
@@ -105,7 +103,8 @@ def scaled(numbers: Tensor, scales: Tensor, rows: int, groups: Tensor,
     """
     is_int8 = numbers.ndim == 2 and numbers.dtype == torch.int8
     if not is_int8 and zeros is not None and zeros.float().any():
-        raise ValueError("only a matrix in int8 or int32 can have zeros")
+        raise rejected("a weight with zeros", (numbers.dtype, [*numbers.shape]),
+                       "a matrix in torch.int8 or torch.int32")
     if numbers.ndim > 2:
         parts = zip(numbers, scales.expand(len(numbers), -1, -1))
         found: Any = [scaled(*each, rows, groups) for each in parts]

@@ -140,7 +140,7 @@ def layouts_of(shape: Sequence[int], blocks: list[tuple[int, int]],
             groups = order
         count = int(groups.max()) + 1
         if not torch.equal(groups.unique(), torch.arange(count)):
-            raise rejected("the group of each input, g_idx", groups.tolist(), "one of all groups")
+            raise rejected("g_idx", groups.tolist(), "from 0 on, with no group left out")
         found.setdefault((-(-outputs // rows), count), (rows, groups))
     return found
 
