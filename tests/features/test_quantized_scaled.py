@@ -110,10 +110,10 @@ OLD_MODELOPT = dict(quant_method="modelopt", quantization=dict(
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "FP8 dynamic": (in_fp8, compressed("float-quantized", strategy="channel")),
     "FP8 static": (lambda weight: in_fp8(weight, 0, torch.float32), STATIC),
-    "FP8 groups": (lambda weight: in_fp8(weight, 2), compressed(
+    "FP8 groups": (lambda weight: in_fp8(weight, weight.shape[1] // 64), compressed(
         "naive-quantized", strategy="group", group_size=64)),
     "W8A8": (in_int8, compressed("int-quantized", "int", strategy="channel")),
-    "W8A8 zeros": (lambda weight: in_int8(weight, 2, True), compressed(
+    "W8A8 zeros": (lambda weight: in_int8(weight, weight.shape[1] // 64, True), compressed(
         "int-quantized", "int", strategy="group", group_size=64, symmetric=False)),
     "NVFP4": (lambda weight: in_fp4(weight, 16), NVFP4),
     "MXFP4": (lambda weight: in_fp4(weight, 32), compressed(
