@@ -301,7 +301,7 @@ def make_quantized(folder_of, tmp_path):
     weights. As tools do, it leaves out embeddings, heads and routers."""
 
     def make(name: str, form: str) -> tuple[Path, Any]:
-        bits, _, is_mixed, symmetric, pack, entries = FORMATS[form]
+        bits, size, is_mixed, symmetric, pack, entries = FORMATS[form]
         torch.manual_seed(0)
         weights = load_file(folder_of(name) / "model.safetensors")
         stored = dict(weights)
@@ -312,8 +312,8 @@ def make_quantized(folder_of, tmp_path):
             # (outputs, inputs) in files, whatever the module has
             is_conv = name == "gpt2"
             shape = weight.shape[::-1] if is_conv else weight.shape
-            groups = torch.randperm(shape[1]) // 32 if is_mixed else None
-            *parts, dequantized = drawn(bits, tuple(shape), 32, symmetric, groups)
+            groups = torch.randperm(shape[1]) // size if is_mixed else None
+            *parts, dequantized = drawn(bits, tuple(shape), size, symmetric, groups)
             weights[key] = dequantized.T if is_conv else dequantized
             options = {} if pack is in_awq else dict(bits=bits, groups=groups)
             del stored[key]
