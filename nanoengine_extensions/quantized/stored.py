@@ -131,17 +131,16 @@ def layouts_of(shape: Sequence[int], blocks: list[tuple[int, int]],
     order: the group of each input, if the files say it; -1: the tool has not filled it
     """
     *experts, outputs, inputs = shape
+    if order is not None and order.max() < 0:
+        order = None
+    if order is not None and {*range(len(order.unique()))} != {*order.tolist()}:
+        raise rejected("g_idx", order.tolist(), "from 0 on, with no group left out")
     found: dict[tuple[int, int], tuple[int, Tensor]] = {}
     # if nothing is said: one for all, for each output, or for each input of transposed experts
     for rows, columns in blocks or [(0, 0), (1, 0), *[(0, 1)] * len(experts)]:
         rows = rows or outputs
-        groups = torch.arange(inputs) // (columns or inputs)
-        if order is not None and order.max() >= 0:
-            groups = order
-        count = int(groups.max()) + 1
-        if not torch.equal(groups.unique(), torch.arange(count)):
-            raise rejected("g_idx", groups.tolist(), "from 0 on, with no group left out")
-        found.setdefault((-(-outputs // rows), count), (rows, groups))
+        groups = torch.arange(inputs) // (columns or inputs) if order is None else order
+        found.setdefault((-(-outputs // rows), int(groups.max()) + 1), (rows, groups))
     return found
 
 

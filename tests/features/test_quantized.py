@@ -543,11 +543,13 @@ def test_damaged_parts(tmp_path, name):
     names = [each for each in found if each not in ("qweight", "weight_packed")]
     check_damages(tmp_path, entries, found, names)
     for end in {"g_idx", "weight_g_idx"}.intersection(found):
-        order = found[end].clone()
-        # the tool has filled only some
-        order[5] = -1
-        with pytest.raises(ValueError, match="g_idx=.* with no group left out"):
-            opened(tmp_path, entries, found | {end: order}).read()
+        # the tool has filled only some; no input has a group; there is no such group
+        first = found[end] == 0
+        for place, group in ((5, -1), (first, 1), (first, -1), (first, 2**30)):
+            order = found[end].clone()
+            order[place] = group
+            with pytest.raises(ValueError, match="g_idx=.* with no group left out"):
+                opened(tmp_path, entries, found | {end: order}).read()
 
 
 def test_words_of_3_bits():
