@@ -36,7 +36,7 @@ from nanoengine_extensions.quantized.bitsandbytes_files import open_bitsandbytes
 from nanoengine_extensions.quantized.expert_files import open_mxfp4
 from nanoengine_extensions.quantized.scaled_files import open_scaled
 from nanoengine_extensions.quantized.stored import (
-    METHODS, Index, Opened, open_quantized, open_rounded)
+    Index, Opened, open_quantized, open_rounded)
 
 BITS = {"int8": 8, "int4": 4}
 # after the name of a method: see kernel.py
@@ -220,8 +220,8 @@ def choose_opener(method: str, entries: dict[str, Any],
     others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_bitsandbytes}
     if method in others:
         return partial(others[method], index)
-    if method in METHODS:
-        return partial(open_quantized, index, METHODS[method](entries))
+    if method in ("awq", "gptq", "auto-round"):
+        return partial(open_quantized, index, entries)
     return partial(open_scaled, index, entries)
 
 

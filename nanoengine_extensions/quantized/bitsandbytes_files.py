@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanoengine.features import rejected
 from nanoengine_extensions.quantized.formulas import Grouped
-from nanoengine_extensions.quantized.stored import Index, Opened, Stored, plain
+from nanoengine_extensions.quantized.stored import FLOATS, INTEGERS, Index, Opened, Stored, plain
 
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 PARTS = (".quant_map", ".absmax", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format",
@@ -47,23 +47,28 @@ def open_bitsandbytes(index: Index, file: Path) -> Opened:
 
 
 def read_8_bits(index: Index, name: str) -> Tensor:
-    stored = index.find(f"{name}_format")
+    stored = index.find(f"{name}_format", (*INTEGERS, "U8", "I8"), [()])
     if stored is not None and stored.any():
         raise rejected(f"{name}_format", stored.tolist(), "0")
     # in the order of the package; the first product is exact, as SCB has the bits of float16
-    return index.read(name) * index.read(name.removesuffix("weight") + "SCB")[:, None] * (1 / 127)
+    numbers = index.read(name)
+    scales = index.part(name.removesuffix("weight") + "SCB", FLOATS, [(len(numbers), 1)])
+    return numbers * scales * (1 / 127)
 
 
 def read(index: Index, name: str, entries: dict[str, Any]) -> Tensor | Grouped:
     words = index.read(name).flatten().view(torch.uint8)
     numbers = torch.stack((words >> 4, words & 15), 1).view(entries["shape"])
-    values = index.read(f"{name}.quant_map").float()
-    scales = index.read(f"{name}.absmax")
-    if scales.dtype == torch.uint8:
-        above = index.read(f"{name}.nested_absmax").repeat_interleave(entries["nested_blocksize"])
-        table = index.read(f"{name}.nested_quant_map")
-        scales = table[scales.int()] * above[:len(scales)] + entries["nested_offset"]
     size, inputs = entries["blocksize"], numbers.shape[-1]
+    count = -(-numbers.numel() // size)
+    values = index.part(f"{name}.quant_map", FLOATS, [(16,)]).float()
+    scales = index.part(f"{name}.absmax", (*FLOATS, "U8"), [(count,)])
+    if scales.dtype == torch.uint8:
+        own = entries["nested_blocksize"]
+        above = index.part(f"{name}.nested_absmax", FLOATS, [(-(-count // own),)])
+        table = index.part(f"{name}.nested_quant_map", FLOATS, [(256,)])
+        scales = table[scales.int()] * above.repeat_interleave(own)[:count]
+        scales = scales + entries["nested_offset"]
     if numbers.ndim != 2 or inputs % size:
         # a block goes on in the next row
         parts = values[numbers.int()].flatten().split(size)

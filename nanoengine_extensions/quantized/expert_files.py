@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanoengine_extensions.quantized import formulas
 from nanoengine_extensions.quantized.formulas import Grouped
-from nanoengine_extensions.quantized.stored import Index, Opened, Stored, plain
+from nanoengine_extensions.quantized.stored import EXPONENTS, Index, Opened, Stored, plain
 
 # inputs that have one exponent
 GROUP = 32
@@ -67,20 +67,21 @@ def open_mxfp4(index: Index, file: Path) -> Opened:
     for name, tensor in plain(file).items():
         if name.endswith("_blocks"):
             module, _, own = name.removesuffix("_blocks").rpartition(".")
-            count, outputs, groups, _ = tensor.shape
-            for number in range(count):
+            shape = tensor.shape[:3]
+            for number in range(shape[0]):
                 opened[f"{module}.{number}.{own}.weight"] = Stored(
-                    "MXFP4", [outputs, groups * GROUP],
-                    partial(read_mxfp4, index, f"{module}.{own}", number))
+                    "MXFP4", [shape[1], shape[2] * GROUP],
+                    partial(read_mxfp4, index, f"{module}.{own}", shape, number))
         elif not name.endswith("_scales"):
             opened[name] = tensor
     return opened
 
 
-def read_mxfp4(index: Index, name: str, number: int) -> Grouped:
+def read_mxfp4(index: Index, name: str, shape: list[int], number: int) -> Grouped:
     """Reads the matrix of an expert. A byte has two neighbours, the first one in its lower bits."""
     # opened for each expert: pages of a mapped file count as memory until it is closed
-    words, exponents = (index.slice_of(f"{name}_{part}")[number] for part in ("blocks", "scales"))
+    words = index.part(f"{name}_blocks", EXPONENTS[:1], [(*shape, GROUP // 2)], number)
+    exponents = index.part(f"{name}_scales", EXPONENTS, [shape], number).view(torch.uint8)
     numbers = torch.stack((words & 15, words >> 4), -1).flatten(1)
     groups = torch.arange(numbers.shape[1]) // GROUP
     return formulas.mxfp4(numbers, exponents)._replace(groups=groups)

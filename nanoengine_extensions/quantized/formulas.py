@@ -8,6 +8,7 @@ compressed-tensors store this in different orders. `rounded` makes it from other
 This file knows neither files nor models.
 """
 
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class Grouped(NamedTuple):
 
     numbers: (outputs, inputs), whole numbers of `bits` bits; in int8 they have a sign.
     scales, zeros, lows: (outputs, groups); missing zeros or lows are 0.
-    groups: the group of each input; None: the file does not say it (see `stored.with_groups`).
+    groups: the group of each input.
     above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
     values: numbers in float32, for which the numbers stand; without zeros and lows.
     """
@@ -111,8 +112,20 @@ class Grouped(NamedTuple):
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Returns the numbers in int32 words, the lowest bits first, along a dimension, in uint8."""
-    parts = [(words >> shift & 2**bits - 1).to(torch.uint8) for shift in range(0, 32, bits)]
+    """Returns the numbers in int32 words, the lowest bits first, along a dimension, in uint8.
+
+    Of 32 numbers of 3 bits in three words, two begin in one word and end in the next.
+    """
+    each = lcm(bits, 32) // 32
+    words = words.unflatten(dim, (-1, each))
+    parts = []
+    for place in range(0, 32 * each, bits):
+        number, shift = divmod(place, 32)
+        found = words.select(dim + 1, number) >> shift
+        if shift + bits > 32:
+            low = found & 2 ** (32 - shift) - 1
+            found = low | words.select(dim + 1, number + 1) << 32 - shift
+        parts.append((found & 2**bits - 1).to(torch.uint8))
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
@@ -124,30 +137,33 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
     return Grouped(numbers, scales.T, zeros, bits=4)
 
 
-def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None,
-         version: int) -> Grouped:
-    """(inputs * bits / 32, outputs), (groups, outputs * bits / 32), (groups, outputs), (inputs,).
+def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, version: int) -> Grouped:
+    """(inputs * bits / 32, outputs), (groups, outputs * bits / 32), (groups, outputs).
 
-    Version 1, AutoGPTQ's, stores each zero minus 1. With act-order, the inputs of a group are not
-    neighbours, and g_idx says which they are.
+    Version 1, AutoGPTQ's, stores each zero minus 1. Unused bits fill the last word in a row.
     """
-    bits = 32 * qzeros.shape[1] // scales.shape[1]
-    zeros = unpack(qzeros, bits, 1).T
+    outputs = scales.shape[1]
+    bits = 32 * qzeros.shape[1] // outputs
+    zeros = unpack(qzeros, bits, 1)[:, :outputs].T
     if version == 1:
         zeros = zeros + 1 & 2**bits - 1
-    return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, g_idx, bits)
+    return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, bits=max(4, bits))
 
 
-def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | None,
-               g_idx: Tensor | None) -> Grouped:
+def bits_in(packed: Tensor, inputs: int) -> int:
+    return 8 if 4 * packed.shape[1] >= inputs else 4
+
+
+def compressed(packed: Tensor, scale: Tensor, shape: list[int],
+               zeros: Tensor | None) -> Grouped:
     """Format "pack-quantized": (outputs, inputs * bits / 32), (outputs, groups), (outputs, inputs),
-    (outputs * bits / 32, groups), (inputs,).
+    (outputs * bits / 32, groups).
 
     Numbers and zeros are stored plus 8, or plus 128 with 8 bits. Unused bits fill the last word in
     a row. One scale can serve all outputs, and zeros that are not int32 are not packed.
     """
     outputs, inputs = map(int, shape)
-    bits = 8 if 4 * packed.shape[1] >= inputs else 4
+    bits = bits_in(packed, inputs)
     numbers = unpack(packed, bits, 1)[:, :inputs].reshape(outputs, inputs)
     scale = scale.reshape(-1, scale.shape[-1]).expand(outputs, -1)
     middles = torch.tensor(2 ** (bits - 1), dtype=torch.int16)
@@ -155,7 +171,7 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int], zeros: Tensor | 
         middles = unpack(zeros, bits, 0)[:outputs]
     elif zeros is not None:
         middles = middles + zeros.to(torch.int16)
-    return Grouped(numbers, scale, middles.expand(scale.shape), g_idx, bits)
+    return Grouped(numbers, scale, middles.expand(scale.shape), bits=bits)
 
 
 def mxfp4(numbers: Tensor, exponents: Tensor) -> Grouped:

@@ -1,5 +1,6 @@
 """`quantization_config` of config.json: which of its entries can be computed exactly."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,14 @@ ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme", "ac
 STORED = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
           "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
 TYPES = ["int 4", "int 8", "float 4", "float 8"]
-# of ModelOpt
-ALGORITHMS = ["", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4",
-              "MXFP8", "MIXED_PRECISION"]
+# how many outputs and inputs have one scale, 0 for all: by compressed-tensors' strategy, and by
+# ModelOpt's algorithm
+STRATEGIES = {"tensor": (0, 0), "channel": (1, 0)}
+BLOCKS = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128),
+          "NVFP4": (1, 16), "W4A16_NVFP4": (1, 16), "MXFP8": (1, 32)}
+ALGORITHMS = ["", *BLOCKS, "MIXED_PRECISION"]
+# of GPTQ
+BITS = [2, 3, 4, 8]
 # of AutoRound: the format that its files have
 PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
            "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
@@ -28,7 +34,7 @@ PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "g
 
 
 def gptq_format(c: dict[str, Any]) -> str:
-    given = PACKING.get(c.get("packing_format", ""))
+    given = "awq" if c.get("quant_method") == "awq" else PACKING.get(c.get("packing_format", ""))
     return given or c.get("checkpoint_format") or c.get("format") or "gptq"
 
 
@@ -39,13 +45,19 @@ def awq_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 
 def gptq_rows(c: dict[str, Any]) -> Iterator[Row]:
-    yield "bits", c.get("bits"), [4, 8]
+    yield "bits", c.get("bits"), BITS
     yield "checkpoint_format", gptq_format(c), ["gptq", "gptq_v2"]
     yield "is_marlin_format", c.get("is_marlin_format", False), [False]
     yield "pack_dtype", c.get("pack_dtype", "int32"), ["int32"]
     # modules that are left out ("-:…"), or have other bits or groups, show in the files
     for pattern, changes in (c.get("dynamic") or {}).items():
-        yield f"dynamic[{pattern!r}].bits", (changes or {}).get("bits", 4), [4, 8]
+        yield f"dynamic[{pattern!r}].bits", (changes or {}).get("bits", c.get("bits")), BITS
+
+
+def bits_of(c: dict[str, Any]) -> set[int]:
+    """Returns how many bits a number of GPTQ has; modules can differ."""
+    rows = ROWS[c["quant_method"]](c)
+    return {value for name, value, _ in rows if name.endswith("bits") and value in BITS}
 
 
 def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
@@ -64,6 +76,21 @@ def compressed_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 def algorithm_of(c: dict[str, Any]) -> str:
     return str(c.get("quant_algo") or "").upper()
+
+
+def blocks_in(c: dict[str, Any]) -> list[tuple[int, int]]:
+    """Returns how many outputs and inputs have one scale, 0 for all, as the entries say it, also
+    those within others: modules can differ."""
+    # such as [128, 128] and "128x128"; a size of -1 is a whole row
+    sizes = re.findall(r"\d+", str(c.get("weight_block_size") or c.get("block_structure")))
+    size = c.get("group_size") or c.get("q_group_size")
+    given: list[Any] = [STRATEGIES.get(c.get("strategy", "")), BLOCKS.get(algorithm_of(c)),
+                        sizes and (int(sizes[0]), int(sizes[-1])), size and (1, max(0, int(size)))]
+    found = [*filter(None, given)][:1]
+    for name, each in c.items():
+        if isinstance(each, dict) and name not in ACTIVATIONS:
+            found += blocks_in(each)
+    return [*dict.fromkeys(found)]
 
 
 def has_rounded_cache(c: dict[str, Any]) -> bool:
@@ -87,10 +114,11 @@ def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "data_type", str(c.get("data_type") or "int")[:3], ["int"]
     yield "act_bits", c.get("act_bits") or 16, [16, 32]
     yield "rotation_config", c.get("rotation_config") or c.get("spinquant_config"), [None]
-    yield from ROWS["awq" if gptq_format(c) == "awq" else "gptq"](c)
-    # others than 4 and 8 bits: modules that are left out
+    kind, bits = ("awq", [4]) if gptq_format(c) == "awq" else ("gptq", BITS)
+    yield from ROWS[kind](c)
+    # 16 and 32 bits: modules that are left out
     for name, changes in (c.get("extra_config") or {}).items():
-        yield f"extra_config[{name!r}].bits", changes.get("bits", 4), [4, 8, 16, 32]
+        yield f"extra_config[{name!r}].bits", changes.get("bits", c.get("bits", 4)), [*bits, 16, 32]
         yield f"extra_config[{name!r}].act_bits", changes.get("act_bits") or 16, [16, 32]
 
 
@@ -105,7 +133,7 @@ ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_row
 
 
 def check(entries: dict[str, Any]) -> None:
-    """Raises ValueError for weights that are not numbers of 4 or 8 bits times scales."""
+    """Raises ValueError for weights that are not numbers of 2, 3, 4 or 8 bits times scales."""
     method = entries.get("quant_method")
     if method not in ROWS:
         raise rejected("the model's quant_method", method, f"one of {[*ROWS]}; otherwise {INSTEAD}")

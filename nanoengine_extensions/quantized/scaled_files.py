@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from nanoengine.features import rejected
-from nanoengine_extensions.quantized import formulas
+from nanoengine_extensions.quantized import formulas, methods
 from nanoengine_extensions.quantized.formulas import E4M3, MXFP4, Grouped
 from nanoengine_extensions.quantized.stored import (
-    Index, Opened, Stored, part_size, plain, with_groups)
+    EXPONENTS, FLOATS, INTEGERS, WORDS, Index, Opened, Stored, layouts_of, plain)
 
 # the ends of the names of scales, after that of a weight, and of its other parts
 SCALES = ("_scale_inv", "_scale")
@@ -34,11 +34,14 @@ OTHERS = re.compile(r"(\.|_proj_|prob_)(input|output|activation|kv|[qkv])_(globa
                     r"(scale|scale_ub|zero_point)$")
 # what a weight is, by the type of its numbers
 KINDS = {"F8_E4M3": "FP8", "I8": "INT8", "U8": "FP4", "I32": "INT4 or INT8"}
+# the types of scales, by that of the numbers; of others: FLOATS
+SCALE_KINDS = {torch.float8_e4m3fn: FLOATS + EXPONENTS, torch.uint8: ("F8_E4M3", *EXPONENTS)}
 
 
 def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
     """Returns the tensors of a file. entries: of the model's quantization_config"""
     opened = Opened()
+    blocks = methods.blocks_in(entries)
     for name, tensor in plain(file).items():
         weight = name.removesuffix("_packed")
         scale = next((weight + end for end in SCALES if weight + end in index.files), None)
@@ -50,8 +53,9 @@ def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
             if tensor.kind == "U8":
                 shape[-1] *= 2
             if tensor.kind == "I32":
-                shape = index.read(f"{weight}_shape").tolist()
-            opened[weight] = Stored(kind, shape, partial(read, index, name, scale, entries))
+                shape = index.part(f"{weight}_shape", INTEGERS, [(2,)]).tolist()
+            opened[weight] = Stored(kind, shape, partial(
+                read, index, name, scale, shape, blocks))
         elif not OTHERS.search(name) and not owners.intersection(index.files):
             if tensor.is_quantized or (weight.endswith("weight") and tensor.kind in KINDS):
                 raise rejected(name, tensor.kind, f"beside its scale, {weight}{SCALES[1]}")
@@ -59,46 +63,53 @@ def open_scaled(index: Index, entries: dict[str, Any], file: Path) -> Opened:
     return opened
 
 
-def read(index: Index, name: str, scale: str, entries: dict[str, Any]) -> Tensor | Grouped:
+def read(index: Index, name: str, scale: str, shape: list[int],
+         blocks: list[tuple[int, int]]) -> Tensor | Grouped:
     weight = name.removesuffix("_packed")
-    numbers, scales = index.read(name), index.read(scale)
-    zeros, groups, above, below = (index.find(weight + end) for end in (
-        "_zero_point", "_g_idx", "_scale_2", "_global_scale"))
+    *experts, outputs, inputs = shape
+    numbers = index.read(name)
+    order = index.find(f"{weight}_g_idx", INTEGERS, [(inputs,)])
+    layouts = layouts_of(shape, blocks, order)
+    # of the matrices of many experts, all can have one
+    one = [(*experts, 1, 1), (1,) * len(shape)]
+    shapes = [(*experts, *each) for each in layouts] + one * ((1, 1) in layouts)
+    scales = index.part(scale, SCALE_KINDS.get(numbers.dtype, FLOATS), shapes)
+    rows, groups = layouts[scales.shape[-2], scales.shape[-1]]
+    own = f"{weight}_zero_point"
+    are_words = own in index.files and index.slice_of(own).get_dtype() in WORDS
     if numbers.dtype == torch.int32:
-        found = formulas.compressed(numbers, scales, index.read(f"{weight}_shape").tolist(), zeros,
-                                    groups)
-        return with_groups(found, entries)
+        numbers = index.part(name, WORDS, [(outputs, -(-inputs // each)) for each in (8, 4)])
+        bits = formulas.bits_in(numbers, inputs)
+        packed = -(-outputs * bits // 32), scales.shape[1]
+        zeros = index.find(own, (*WORDS, "I8"), [packed if are_words else scales.shape])
+        return formulas.compressed(numbers, scales, shape, zeros)._replace(groups=groups)
+    zeros = index.find(own, ("I8", "F8_E4M3"), [scales.shape])
+    above, below = (index.find(weight + end, FLOATS, one) for end in ("_scale_2", "_global_scale"))
     # of NVFP4
     if scales.dtype == torch.float8_e4m3fn and above is None and below is None:
         raise ValueError(f"it lacks {weight}_scale_2 or {weight}_global_scale")
-    if above is not None:
-        scales = scales.float() * with_dims(above, scales.ndim)
-    if below is not None:
-        scales = scales.float() / with_dims(below, scales.ndim)
-    return scaled(numbers, scales, entries, zeros, groups)
+    scales = scales if above is None else scales.float() * above
+    scales = scales if below is None else scales.float() / below
+    if not scales.float().isfinite().all():
+        raise rejected(f"{weight}_global_scale", below, "such that all scales are finite")
+    return scaled(numbers, scales, rows, groups, zeros)
 
 
-def with_dims(scales: Tensor, ndim: int) -> Tensor:
-    """Returns one for all, or one for each output or matrix, with as many dimensions as others."""
-    return scales.reshape(*scales.shape, *[1] * (ndim - scales.ndim))
-
-
-def scaled(numbers: Tensor, scales: Tensor, entries: dict[str, Any], zeros: Tensor | None = None,
-           groups: Tensor | None = None) -> Tensor | Grouped:
+def scaled(numbers: Tensor, scales: Tensor, rows: int, groups: Tensor,
+           zeros: Tensor | None = None) -> Tensor | Grouped:
     """Returns a matrix; a tensor with the matrices of many experts is dequantized.
 
-    Raises ValueError for scales that do not fit the numbers.
+    rows: how many outputs have one scale; groups: the group of each input
     """
-    # ModelOpt's are (blocks of outputs, 1, blocks of inputs, 1)
-    scales = with_dims(scales[:, 0, :, 0] if scales.ndim == 4 else scales, numbers.ndim)
+    is_int8 = numbers.ndim == 2 and numbers.dtype == torch.int8
+    if not is_int8 and zeros is not None and zeros.float().any():
+        raise rejected("a weight with zeros", (numbers.dtype, [*numbers.shape]),
+                       "a matrix in torch.int8 or torch.int32")
     if numbers.ndim > 2:
-        if zeros is not None or groups is not None:
-            raise ValueError("matrices of several experts have zeros or an order of inputs")
         parts = zip(numbers, scales.expand(len(numbers), -1, -1))
-        found: Any = [scaled(*each, entries) for each in parts]
+        found: Any = [scaled(*each, rows, groups) for each in parts]
         return torch.stack([each.dequantized() for each in found])
-    size = part_size(len(numbers), len(scales), entries, 0)
-    scales = scales.repeat_interleave(size, 0)[:len(numbers)]
+    scales = scales.repeat_interleave(rows, 0)[:len(numbers)]
     if numbers.dtype == torch.uint8:
         numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(1)
         if scales.dtype == torch.uint8:
@@ -110,8 +121,7 @@ def scaled(numbers: Tensor, scales: Tensor, entries: dict[str, Any], zeros: Tens
         found = Grouped(numbers, scales)
         if zeros is not None:
             # without signs, like their zeros
-            zeros = zeros.reshape(-1, scales.shape[1]).to(torch.int16) + 128
-            zeros = zeros.repeat_interleave(size, 0)[:len(numbers)]
+            zeros = (zeros.to(torch.int16) + 128).repeat_interleave(rows, 0)[:len(numbers)]
             found = Grouped(numbers.view(torch.uint8) ^ 128, scales, zeros)
     elif numbers.dtype == torch.float8_e4m3fn:
         is_exponent = scales.dtype == torch.uint8
@@ -120,4 +130,4 @@ def scaled(numbers: Tensor, scales: Tensor, entries: dict[str, Any], zeros: Tens
     else:
         raise rejected("the dtype of a weight with scales", numbers.dtype,
                        "torch.float8_e4m3fn, torch.int8, torch.uint8 or torch.int32")
-    return with_groups(found._replace(groups=groups), entries)
+    return found._replace(groups=groups)

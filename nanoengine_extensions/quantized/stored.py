@@ -5,11 +5,10 @@ These classes answer the same calls, and dequantize a tensor when it is read. `S
 numbers and scales as they are.
 """
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,6 +20,13 @@ from nanoengine_extensions.quantized.formulas import Grouped
 
 # types of tensors that are not quantized
 PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+# types of packed numbers and of places, of scales, and of scales that are powers of two
+WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32")
+EXPONENTS = ("U8", "F8_E8M0")
+# of weights of AWQ and GPTQ
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+Kinds = tuple[str, ...]
+Shapes = Sequence[Sequence[int]]
 # the type of tensors that are quantized when they are read begins with this
 ROUNDED = "rounded"
 
@@ -82,114 +88,108 @@ class Index:
         """Returns a tensor that can lie in the mapped file: it needs a copy to outlive the file."""
         return self.slice_of(name)[...]
 
-    def find(self, name: str) -> Tensor | None:
-        """Returns a tensor, or None if it is not there."""
-        return self.read(name) if name in self.files else None
+    def find(self, name: str, kinds: Kinds, shapes: Shapes) -> Tensor | None:
+        """Returns a tensor as `part` does, or None if it is not there."""
+        return self.part(name, kinds, shapes) if name in self.files else None
+
+    def part(self, name: str, kinds: Kinds, shapes: Shapes, number: int | None = None) -> Tensor:
+        """Returns a tensor that belongs to a weight, in one of these shapes; in the file, it can
+        have other 1s. number: of a matrix, to read only this one
+
+        Raises ValueError for another type or shape, and for numbers that are not finite.
+        """
+        stored = self.slice_of(name)
+        kind, shape = stored.get_dtype(), stored.get_shape()
+        where = f"{name} in {self.files[name]}"
+        fitting = [each for each in shapes if without_ones(each) == without_ones(shape)]
+        if kind not in kinds or not fitting:
+            known = " or ".join(dict.fromkeys(str([*each]) for each in shapes))
+            raise rejected(where, f"{kind} {shape}", f"{' or '.join(kinds)} of shape {known}")
+        found = stored[...] if number is None else stored[number]
+        is_exponent = kind == "U8" and kinds[-2:] == EXPONENTS
+        values = found.view(torch.float8_e8m0fnu) if is_exponent else found
+        if values.is_floating_point() and not values.float().isfinite().all():
+            raise rejected(where, "inf or nan", "finite numbers")
+        # one that has the same 1s comes first
+        first = min(fitting, key=lambda each: [*each] != shape)
+        return found.reshape(first if number is None else first[1:])
+
+
+def without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 # ------------------------------------------------------------- by the method of quantization
 
 
-class Method(NamedTuple):
-    """How a method stores the weight of a module in several tensors.
+def layouts_of(shape: Sequence[int], blocks: list[tuple[int, int]],
+               order: Tensor | None = None) -> dict[tuple[int, int], tuple[int, Tensor]]:
+    """Returns all shapes that the scales of a matrix can have, and for each, how many outputs have
+    one scale, and the group of each input. The last ones can be fewer.
 
-    parts: the ends of their names; every quantized module has the first of them.
-    shape, read: from an `Index` and the name of a module to the weight's shape, and to the weight.
+    blocks: see `methods.blocks_in`
+    order: the group of each input, if the files say it; -1: the tool has not filled it
     """
-
-    parts: tuple[str, ...]
-    shape: Callable[[Index, str], list[int]]
-    read: Callable[[Index, str], Grouped]
-
-
-def sizes_in(entries: dict[str, Any], dim: int) -> list[int]:
-    """Returns all sizes of groups that `quantization_config` has, also within its entries, or of
-    blocks along a dimension: 0 or 1."""
-    names = ("weight_block_size", "block_structure", "group_size", "q_group_size")
-    # such as [128, 128] and "128x128"
-    given = [re.findall(r"-?\d+", str(entries.get(name))) for name in names]
-    found = [int(sizes[dim if len(sizes) > 1 else 0]) for sizes in given if sizes]
-    # those of ModelOpt always have one size, which it does not say
-    if methods.algorithm_of(entries) == "FP8_PB_WO":
-        found.append(128)
-    return sum((sizes_in(each, dim) for each in entries.values() if isinstance(each, dict)), found)
+    *experts, outputs, inputs = shape
+    if order is not None and order.max() < 0:
+        order = None
+    if order is not None and {*range(len(order.unique()))} != {*order.tolist()}:
+        raise rejected("g_idx", order.tolist(), "from 0 on, with no group left out")
+    found: dict[tuple[int, int], tuple[int, Tensor]] = {}
+    # if nothing is said: one for all, for each output, or for each input of transposed experts
+    for rows, columns in blocks or [(0, 0), (1, 0), *[(0, 1)] * len(experts)]:
+        rows = rows or outputs
+        groups = torch.arange(inputs) // (columns or inputs) if order is None else order
+        found.setdefault((-(-outputs // rows), int(groups.max()) + 1), (rows, groups))
+    return found
 
 
-def part_size(length: int, count: int, entries: dict[str, Any], dim: int) -> int:
-    """Returns how long each of `count` groups or blocks is. It is a size that `quantization_config`
-    names, and the last one can be smaller; if no such size gives their number, all are equal.
-    Raises ValueError if they cannot be. dim: 0: of outputs; 1: of inputs"""
-    equal = 0 if length % count else length // count
-    sizes = [size for size in sizes_in(entries, dim) if size > 0]
-    fitting = [size for size in [*sizes, equal] if size and -(-length // size) == count]
-    if not fitting:
-        whose = ("outputs", "inputs")[dim]
-        raise rejected("the model's group_size or weight_block_size", sizes,
-                       f"one that makes {count} groups of {length} {whose}, as the files have them")
-    return fitting[0]
-
-
-def with_groups(weight: Grouped, entries: dict[str, Any]) -> Grouped:
-    """Returns a weight with the group of each input: see `part_size`, if the files do not say it.
-    """
-    # -1: the tool has not filled it
-    if weight.groups is not None and -1 not in weight.groups:
-        return weight
-    inputs, count = weight.numbers.shape[1], weight.scales.shape[1]
-    size = part_size(inputs, count, entries, 1)
-    return weight._replace(groups=torch.arange(inputs) // size)
-
-
-def awq(entries: dict[str, Any]) -> Method:
-    parts = ("qweight", "qzeros", "scales")
-
-    def shape(index: Index, module: str) -> list[int]:
-        inputs, words = index.slice_of(f"{module}.qweight").get_shape()
-        return [8 * words, inputs]
-
-    def read(index: Index, module: str) -> Grouped:
-        tensors = (index.read(f"{module}.{part}") for part in parts)
-        return with_groups(formulas.awq(*tensors), entries)
-
-    return Method(parts, shape, read)
-
-
-def gptq(entries: dict[str, Any]) -> Method:
-    version = 2 if methods.gptq_format(entries) == "gptq_v2" else 1
-    parts = ("qweight", "qzeros", "scales", "g_idx")
-
-    def shape(index: Index, module: str) -> list[int]:
-        (words, outputs), (_, zeros) = (
-            index.slice_of(f"{module}.{part}").get_shape() for part in parts[:2])
-        # inputs to words is what outputs are to words of zeros
-        return [outputs, words * outputs // zeros]
-
-    def read(index: Index, module: str) -> Grouped:
-        words, zeros, scales = (index.read(f"{module}.{part}") for part in parts[:3])
-        found = formulas.gptq(words, zeros, scales, index.find(f"{module}.g_idx"), version)
-        return with_groups(found, entries)
-
-    return Method(parts, shape, read)
-
-
-def auto_round(entries: dict[str, Any]) -> Method:
-    return (awq if methods.gptq_format(entries) == "awq" else gptq)(entries)
-
-
-METHODS = {"awq": awq, "gptq": gptq, "auto-round": auto_round}
-
-
-def open_quantized(index: Index, method: Method, file: Path) -> Opened:
-    """Returns the tensors of a file of safetensors, with one weight instead of its parts."""
+def open_quantized(index: Index, entries: dict[str, Any], file: Path) -> Opened:
+    """Returns the tensors of a file of AWQ or GPTQ, with one weight instead of its parts."""
     opened = Opened()
+    kind, bits = methods.gptq_format(entries), methods.bits_of(entries)
+    blocks = methods.blocks_in(entries)
     for name, tensor in plain(file).items():
         module, _, part = name.rpartition(".")
-        if part == method.parts[0]:
-            opened[f"{module}.weight"] = Stored(
-                part, method.shape(index, module), partial(method.read, index, module))
-        elif part not in method.parts:
+        if part == "qweight":
+            if tensor.kind not in WORDS:
+                raise rejected(f"{name} in {file}", tensor.kind, f"of type {WORDS[0]}")
+            shape = shape_of(index, module, tensor.shape, kind, bits)
+            opened[f"{module}.weight"] = Stored(part, shape, partial(
+                read_columns, index, module, shape, kind, blocks))
+        elif part not in PARTS:
             opened[name] = tensor
     return opened
+
+
+def shape_of(index: Index, module: str, words: list[int], kind: str, bits: set[int]) -> list[int]:
+    """Returns the shape of a weight of AWQ or GPTQ. words: the shape of its packed numbers"""
+    rows, columns = words
+    if kind == "awq":
+        return [8 * columns, rows]
+    name = f"{module}.qzeros"
+    zeros = index.slice_of(name).get_shape()
+    # modules can differ in their bits, which only zeros show
+    widths = {-(-columns * each // 32): each for each in bits}
+    if zeros[-1] not in widths:
+        known = " or ".join(f"[groups, {width}]" for width in widths)
+        raise rejected(f"{name} in {index.files[name]}", zeros, f"{WORDS[0]} of shape {known}")
+    return [columns, 32 * rows // widths[zeros[-1]]]
+
+
+def read_columns(index: Index, module: str, shape: list[int], kind: str,
+                 blocks: list[tuple[int, int]]) -> Grouped:
+    """Reads a weight of AWQ or GPTQ: its zeros and scales are (groups, outputs)."""
+    outputs, inputs = shape
+    words = index.read(f"{module}.qweight")
+    layouts = layouts_of(shape, blocks, index.find(f"{module}.g_idx", INTEGERS, [(inputs,)]))
+    scales = index.part(f"{module}.scales", FLOATS, [
+        (groups, outputs) for rows, groups in layouts if rows == outputs])
+    width = -(-words.numel() // inputs)
+    zeros = index.part(f"{module}.qzeros", WORDS, [(len(scales), width)])
+    found = (formulas.awq(words, zeros, scales) if kind == "awq"
+             else formulas.gptq(words, zeros, scales, 2 if kind == "gptq_v2" else 1))
+    return found._replace(groups=layouts[outputs, len(scales)][1])
 
 
 def open_rounded(bits: int, file: Path) -> Opened:

@@ -19,12 +19,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.features import naming
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
 from nanoengine_extensions.quantized import (
-    formulas, gguf_files, gguf_grids, gguf_numbers, packed)
+    choose_opener, formulas, gguf_files, gguf_grids, gguf_numbers, packed)
 from nanoengine_extensions.quantized.modules import QuantizedLinear
+from nanoengine_extensions.quantized.stored import Stored
 
+# the parts of one weight, by the ends of their names
+Parts = dict[str, Tensor]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts([3, 40])
 # K-quants have groups of 256 inputs
@@ -48,7 +52,8 @@ HEADS = {"q_proj": 4, "k_proj": 2}
 SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
           "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4), "IQ4_NL": ((0,), 1e-4),
           "IQ4_XS": ((0,), 1e-5), **dict.fromkeys(gguf_grids.SIZES, ((0,), 1e-4)),
-          "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0)}
+          "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0), "NVFP4": ((), 0),
+          "TQ1_0": ((52,), 1e-2), "TQ2_0": ((64,), 1e-2)}
 
 
 def gguf_name(name: str) -> str:
@@ -78,6 +83,9 @@ def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
     if kind == "IQ1_M":
         # four words have four bits each of the scale: it is below 2**-11, and positive
         raw[:, :, 55] &= 15
+    if kind == "NVFP4":
+        # scales up to 2**-6
+        raw[:, :, :4] &= 15
     for place in places:
         drawn = rng.standard_normal(raw.shape[:2] + (1,)) * scale
         raw[:, :, place:place + 2] = drawn.astype(np.float16).view(np.uint8)
@@ -177,10 +185,11 @@ def drawn(bits: int, shape: tuple[int, int], group: int, symmetric: bool, groups
 
 
 def in_words(numbers: Tensor, bits: int) -> Tensor:
-    """(rows, columns) to (rows, columns * bits / 32) int32; the lowest bits first, rest unused."""
-    each = 32 // bits
-    columns = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % each))
-    words = (columns.unflatten(1, (-1, each)) << bits * torch.arange(each)).sum(2)
+    """(rows, columns) to (rows, columns * bits / 32) int32; the lowest bits first, rest unused.
+    Numbers of 3 bits can begin in one word and end in the next."""
+    each = (numbers.byte()[..., None] >> torch.arange(bits) & 1).flatten(1)
+    each = torch.nn.functional.pad(each, (0, -each.shape[1] % 32)).unflatten(1, (-1, 32))
+    words = (each.long() << torch.arange(32)).sum(2)
     return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
 
 
@@ -240,6 +249,13 @@ FORMATS = {
     "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
     "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
                 GPTQ | dict(bits=4, group_size=64, checkpoint_format="gptq_v2")),
+    "gptq 2": (2, 32, False, True, in_gptq, GPTQ | dict(bits=2)),
+    "gptq 3": (3, 64, False, False, in_gptq, GPTQ | dict(bits=3, group_size=64)),
+    "gptq 3 v2": (3, 32, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
+                  GPTQ | dict(bits=3, checkpoint_format="gptq_v2")),
+    "gptq 3 act-order": (3, 32, True, False, in_gptq, GPTQ | dict(bits=3, desc_act=True)),
+    "auto-round 3": (3, 32, False, False, in_gptq, dict(
+        quant_method="auto-round", packing_format="auto_round:auto_gptq", bits=3, group_size=32)),
     "gptq v2 by format": (8, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
                           GPTQ | dict(bits=8, group_size=64, format="gptq_v2")),
     "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
@@ -250,6 +266,37 @@ FORMATS = {
     # the last of 96, 96 and 64 inputs
     "w4a16 uneven": (4, 96, False, True, in_compressed, compressed_config(group_size=96)),
     "w4a16 act-order": (4, 32, True, True, in_compressed, compressed_config(actorder="group"))}
+
+
+def opened(folder: Path, entries: dict[str, Any], parts: Parts) -> Stored:
+    """The weight of a file that has nothing else."""
+    file = folder / "model.safetensors"
+    save_file({f"own.{name}": each.contiguous() for name, each in parts.items()}, file)
+    with naming(file):
+        return choose_opener(entries["quant_method"], entries, folder)(file)["own.weight"]
+
+
+def check_damages(folder: Path, entries: dict[str, Any], parts: Parts, names: list[str]) -> None:
+    """Each of these parts is refused with half of its numbers, of another type, transposed, and
+    with numbers that are not finite. Messages name the tensor, the file, and what it must have."""
+    opened(folder, entries, parts).read()
+    for name in names:
+        part = parts[name]
+        damaged = [part.to(torch.int16)]
+        damaged += [part.T] if part.ndim == 2 and 1 not in part.shape else []
+        damaged += [part.unflatten(dim, (-1, 2)).select(dim + 1, 0)
+                    for dim, size in enumerate(part.shape) if size % 2 == 0]
+        if part.is_floating_point():
+            # FP8 has no inf
+            last = torch.inf if part.element_size() > 1 else torch.nan
+            for place, value in ((0, torch.nan), (-1, last)):
+                places = part.float().flatten().clone()
+                places[place] = value
+                damaged.append(places.view(part.shape).to(part.dtype))
+        for each in damaged:
+            message = rf"own\.{name} in {folder}.*is not accepted: it must be (finite|[IFBU]\w+ )"
+            with pytest.raises(ValueError, match=message):
+                opened(folder, entries, parts | {name: each}).read()
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from fake_gpu import FakeGpu
 from forks import is_compiled_once
 from quantizing import (
     AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCALES,
-    SCHEDULES, change_config, compare_products, compressed_config, draw, drawn, expected,
-    generated, gguf_name, in_gptq, in_words, linears_of, logprobs_of, make_gguf, make_quantized,
-    num_bytes, run_on_another_cpu)
+    SCHEDULES, change_config, check_damages, compare_products, compressed_config, draw, drawn,
+    expected, generated, gguf_name, in_awq, in_gguf, in_gptq, in_words, linears_of, logprobs_of,
+    make_gguf, make_quantized, num_bytes, opened, run_on_another_cpu)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,8 +31,8 @@ from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extensions import containers, quantized
 from nanoengine_cpu import compiling
 from nanoengine_extensions.quantized import (
-    formulas, gguf_header, gguf_numbers, methods, modules, order, packed)
-from nanoengine_extensions.quantized.stored import open_rounded, with_groups
+    formulas, gguf_files, gguf_header, gguf_numbers, methods, modules, order, packed)
+from nanoengine_extensions.quantized.stored import open_rounded
 
 fixtures = make_gguf, make_quantized
 
@@ -199,15 +199,27 @@ def test_a_number_for_each_layer(make_gguf):
     assert generated(path) == expected(model)
 
 
-def with_one_qkv(path: Path) -> Path:
-    """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
+def changed(path: Path) -> tuple[Path, gguf.GGUFWriter, dict[str, Any]]:
+    """A new file with the same entries, what writes it, and the tensors of the old file."""
     reader = gguf.GGUFReader(path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    writer = gguf.GGUFWriter(
-        fused := path.with_name("fused.gguf"), reader.fields["general.architecture"].contents())
+    path = path.with_name("changed.gguf")
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.")):
             writer.add_key_value(name, field.contents(), field.types[0])
+    return path, writer, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def with_one_qkv(path: Path) -> Path:
+    """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
+    fused, writer, tensors = changed(path)
     for name, tensor in tensors.items():
         if "attn_q." in name:
             data = [tensors[name.replace("attn_q.", f"attn_{part}.")].data for part in "qkv"]
@@ -215,11 +227,61 @@ def with_one_qkv(path: Path) -> Path:
                               raw_dtype=tensor.tensor_type)
         elif "attn_k." not in name and "attn_v." not in name:
             writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     return fused
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+def test_scales_of_whole_matrices(make_gguf, architecture):
+    """Those of NVFP4, which llama.cpp's converter writes beside it; scales of inputs are left out.
+    """
+    path, model = make_gguf(["NVFP4"], architecture)
+    path, writer, tensors = changed(path)
+    state = {gguf_name(name): weight for name, weight in model.state_dict().items()}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+        if name.endswith("weight") and len(tensor.shape) == 2 and number % 3:
+            factor = np.float32([0.7 + 0.01 * number])
+            writer.add_tensor(name.replace("weight", "scale"), factor)
+            writer.add_tensor(name.replace("weight", "input_scale"), factor)
+            state[name] *= float(factor[0])
+    write(writer)
+    for name, weight in weights_of(path).items():
+        torch.testing.assert_close(weight, given(model)[name], rtol=2e-7, atol=0)
+    wanted = expected(model)
+    assert generated(path) == generated(path, kernels=False) == wanted
+    assert generated(path, model_impl="transformers") == wanted
+
+
+def test_scales_of_experts(tmp_path):
+    """Each expert has one; they can be in another part of a model in several files."""
+    files = [tmp_path / "a", tmp_path / "b"]
+    raw = in_gguf(np.zeros((8, 64)), "NVFP4", 0)
+    files[0].write_bytes(raw.tobytes())
+    files[1].write_bytes(np.float32([0.3, 0.7, 9]).tobytes())
+    name = "layers.0.mlp.experts.up_proj"
+    (tmp_path / gguf_files.TABLE).write_text(json.dumps({
+        str(files[0]): {f"{name}.weight": ["NVFP4", [2, 4, 64], 0, raw.size]},
+        str(files[1]): {f"{name}.scale": ["F32", [2], 0, 8],
+                        f"{name}.input_scale": ["F32", [1], 8, 4]}}))
+    found, others = (gguf_files.open_gguf(tmp_path, dict(heads={}, norms=0.0), file)
+                     for file in files)
+    assert len(found) == 2 and not others
+    weights = gguf.dequantize(raw, gguf.GGMLQuantizationType.NVFP4).reshape(2, 4, 64)
+    for number, factor in enumerate(np.float32([0.3, 0.7])):
+        weight = found[f"layers.0.mlp.experts.{number}.up_proj.weight"].read()
+        np.testing.assert_allclose(weight, weights[number] * factor, rtol=2e-7)
+
+
+@pytest.mark.parametrize("factor", [[1.0, 2.0], [np.inf]])
+def test_scales_of_whole_matrices_that_are_refused(make_gguf, factor):
+    path, writer, tensors = changed(make_gguf(["NVFP4"])[0])
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.add_tensor("blk.1.ffn_up.scale", np.float32(factor))
+    write(writer)
+    with pytest.raises(ValueError, match="scale of layers.1.mlp.up_proj.weight=.* 1 finite numb"):
+        LLM(path, **OPTIONS)
 
 
 @pytest.mark.parametrize("architecture, changes", [
@@ -250,7 +312,7 @@ def test_a_gguf_of_another_architecture(tmp_path):
         LLM(path)
 
 
-@pytest.mark.parametrize("kind", ["NVFP4", "TQ1_0"])
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K"])
 def test_a_type_that_is_refused(tmp_path, make_gguf, kind):
     path, _ = make_gguf(["Q8_0"])
     header = gguf_header.Header([path])
@@ -456,20 +518,54 @@ def test_modules_of_other_bits(make_quantized):
 
 @pytest.mark.parametrize("name, size", [("awq", 48), ("gptq 4", 128), ("w4a16", 64)])
 def test_groups_of_another_size(make_quantized, name, size):
-    """A size that contradicts the files does not count: all groups are equal."""
-    folder, model = make_quantized(name)
+    """A size that contradicts the files is refused, even if all groups could be equal."""
+    folder, _ = make_quantized(name)
     entries = copy.deepcopy(FORMATS[name][-1])
     for each in (entries, *(group["weights"] for group in
                             entries.get("config_groups", {}).values())):
         each["group_size"] = size
     change_config(folder, quantization_config=entries)
-    assert generated(folder) == expected(model)
+    groups = -(-256 // size)
+    shape = f"256, {groups}" if name == "w4a16" else f"{groups}, 256"
+    for options in ({}, dict(model_impl="transformers")):
+        with pytest.raises(ValueError, match=rf"scale.* in {folder}.* of shape \[{shape}\]"):
+            LLM(folder, **OPTIONS, **options)
 
 
-def test_groups_that_no_size_gives():
-    weight = formulas.Grouped(torch.zeros(8, 320, dtype=torch.uint8), torch.ones(8, 6))
-    with pytest.raises(ValueError, match=r"group_size.*=\[96\] .* makes 6 groups of 320 inputs"):
-        with_groups(weight, dict(group_size=96))
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_parts(tmp_path, name):
+    bits, group, is_mixed, symmetric, pack, entries = FORMATS[name]
+    groups = torch.randperm(256) // group if is_mixed else None
+    *parts, wanted = drawn(bits, (96, 256), group, symmetric, groups)
+    options = {} if pack is in_awq else dict(bits=bits, groups=groups)
+    found = pack(*parts, **options)
+    assert torch.equal(opened(tmp_path, entries, found).read(), wanted)
+    names = [each for each in found if each not in ("qweight", "weight_packed")]
+    check_damages(tmp_path, entries, found, names)
+    for end in {"g_idx", "weight_g_idx"}.intersection(found):
+        # the tool has filled only some; no input has a group; there is no such group
+        first = found[end] == 0
+        for place, group in ((5, -1), (first, 1), (first, -1), (first, 2**30)):
+            order = found[end].clone()
+            order[place] = group
+            with pytest.raises(ValueError, match="g_idx=.* with no group left out"):
+                opened(tmp_path, entries, found | {end: order}).read()
+
+
+def test_words_of_3_bits():
+    """As GPTQModel packs them: 32 numbers in three words."""
+    # of the numbers 0 to 7, four times
+    words = torch.tensor([-1996831096, -964101434, -87652102], dtype=torch.int32)
+    found = formulas.unpack(words[:, None], 3, 0)
+    assert found[:, 0].tolist() == [*range(8)] * 4
+    assert torch.equal(in_words(found.T, 3)[0], words)
+
+
+def test_packed_numbers_of_another_type(tmp_path):
+    parts = in_awq(*drawn(4, (64, 256), 32, False)[:3])
+    parts["qweight"] = parts["qweight"].long()
+    with pytest.raises(ValueError, match="qweight in .*='I64' is not accepted: it must be of type"):
+        opened(tmp_path, AWQ, parts)
 
 
 @pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Qwen3"])
@@ -492,8 +588,8 @@ def test_compressed_tensors_by_its_package(bits, symmetric, inputs):
     wanted = (numbers - kept.float()[:, groups]) * scales.float()[:, groups]
     found = formulas.compressed(
         helpers.pack_to_int32(numbers, bits), scales, [24, inputs],
-        None if symmetric else helpers.pack_to_int32(zeros, bits, packed_dim=0), groups)
-    assert torch.equal(found.dequantized(), wanted)
+        None if symmetric else helpers.pack_to_int32(zeros, bits, packed_dim=0))
+    assert torch.equal(found._replace(groups=groups).dequantized(), wanted)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -503,9 +599,9 @@ def test_zeros_of_compressed_tensors_that_are_not_packed(bits):
     numbers = torch.randint(2 * half, (8, 64))
     for zeros in (torch.randint(-half, half, (8, 2)), torch.zeros(8, 2)):
         found = formulas.compressed(
-            in_words(numbers, bits), torch.ones(8, 2), [8, 64], zeros.to(torch.int8),
-            torch.arange(64) // 32)
+            in_words(numbers, bits), torch.ones(8, 2), [8, 64], zeros.to(torch.int8))
         wanted = numbers - half - zeros.repeat_interleave(32, 1)
+        found = found._replace(groups=torch.arange(64) // 32)
         assert torch.equal(found.dequantized(), wanted.float())
 
 
@@ -518,7 +614,8 @@ def test_a_tensor_without_dimensions(tmp_path):
 def test_one_scale_for_a_whole_weight():
     numbers = torch.randint(256, (8, 64))
     groups = torch.zeros(64, dtype=torch.int64)
-    found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None, groups)
+    found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None)
+    found = found._replace(groups=groups)
     assert torch.equal(found.dequantized(), (numbers - 128) * 0.5)
 
 
@@ -532,11 +629,11 @@ AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_awq
     (AWQ | dict(version="gemv"), "version='gemv' .* one of .'gemm'."),
     (AWQ | dict(backend="llm-awq"), "backend='llm-awq'"),
     (AWQ | dict(bits=3), "bits=3"),
-    (GPTQ | dict(bits=3), "bits=3 .* one of .4, 8."), (GPTQ, "bits=None"),
+    (GPTQ | dict(bits=5), "bits=5 .* one of .2, 3, 4, 8."), (GPTQ, "bits=None"),
     (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
     (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
     (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
-    (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=3)}), r"dynamic\['b'\].bits=3"),
+    (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=6)}), r"dynamic\['b'\].bits=6"),
     (compressed_config() | dict(format="marlin-24"), "format='marlin-24'"),
     (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
     (compressed_config() | dict(transform_config=dict(config_groups=dict(u=1))), "transform_conf"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import greedy_reference
 from quantizing import (
-    BFLOAT16, OPTIONS, PROMPTS, change_config, compare_products, expected, generated, linears_of)
+    BFLOAT16, OPTIONS, PROMPTS, change_config, check_damages, compare_products, expected, generated,
+    linears_of)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -146,6 +147,15 @@ def test_a_part_is_missing(make_4_bits):
         LLM(folder, **OPTIONS)
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_damaged_parts(tmp_path, is_nested):
+    parts, _ = rounded(torch.randn(256, 512), "nf4", is_nested)
+    parts = {f"weight{name}": each for name, each in parts.items()}
+    scales = ["absmax", "quant_map", *["nested_absmax", "nested_quant_map"] * is_nested]
+    check_damages(tmp_path, dict(quant_method="bitsandbytes"), parts, [
+        f"weight.{name}" for name in scales])
+
+
 def test_names_of_other_tensors(make_4_bits):
     folder, model = make_4_bits("nf4")
     files = sorted(folder.glob("*.safetensors"))
@@ -207,6 +217,11 @@ def test_damaged_int8(make_8_bits, architecture, end, value, message):
     folder, _ = make_8_bits(architecture, {f"model.layers.1.mlp.down_proj.{end}": value})
     with pytest.raises(ValueError, match=message):
         LLM(folder, **OPTIONS)
+
+
+def test_damaged_scales_of_int8(tmp_path):
+    parts = dict(weight=torch.ones(64, 32, dtype=torch.int8), SCB=torch.rand(64))
+    check_damages(tmp_path, dict(quant_method="bitsandbytes"), parts, ["SCB"])
 
 
 def test_int8_has_no_sums(make_8_bits):

@@ -12,8 +12,8 @@ import torch
 from conftest import greedy_reference
 from fake_gpu import FakeGpu
 from quantizing import (
-    BFLOAT16, GREEDY, OPTIONS, PROMPTS, change_config, expected, generated, linears_of,
-    linears_of_experts, put)
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, change_config, check_damages, expected, generated,
+    linears_of, linears_of_experts, opened, put)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -169,33 +169,49 @@ def test_what_is_no_number_has_no_packed_form():
 
 @pytest.mark.parametrize("scales", [torch.tensor([[127, 128]], dtype=torch.uint8),
                                     torch.tensor([[1.0, 2.0]]).to(torch.float8_e8m0fnu)])
-def test_exponents_as_scales(scales):
+def test_exponents_as_scales(tmp_path, scales):
     numbers = torch.ones(64, 64).to(torch.float8_e4m3fn)
-    found = scaled(numbers, scales, dict(weight_block_size=[64, 32])).dequantized()
+    entries = ENTRIES | dict(weight_block_size=[64, 32])
+    parts = dict(weight=numbers, weight_scale_inv=scales)
+    found = opened(tmp_path, entries, parts).read()
     assert found[:, :32].eq(1).all() and found[:, 32:].eq(2).all()
+    check_damages(tmp_path, entries, parts, ["weight_scale_inv"])
+    # no number
+    parts["weight_scale_inv"] = torch.tensor([[127, 255]], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="inf or nan"):
+        opened(tmp_path, entries, parts).read()
 
 
-def test_the_matrices_of_many_experts_in_one_tensor():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_damaged_scales(tmp_path, dtype):
+    numbers, scales, _ = rounded(torch.randn(128, 160), [32, 32])
+    parts = dict(weight=numbers, weight_scale_inv=scales.to(dtype))
+    check_damages(tmp_path, ENTRIES, parts, ["weight_scale_inv"])
+
+
+def test_the_matrices_of_many_experts_in_one_tensor(tmp_path):
     """With one scale for each of them, or one for all, or blocks."""
     numbers = torch.ones(3, 32, 64).to(torch.float8_e4m3fn)
     each = torch.tensor([1.0, 2.0, 3.0])
     for scales, wanted in ((each, each[:, None, None]), (torch.tensor(2.0), torch.tensor(2.0)),
                            (each.view(3, 1, 1), each[:, None, None])):
-        found = scaled(numbers, scales, {})
+        found = opened(tmp_path, dict(quant_method="fp8"), dict(
+            weight=numbers, weight_scale=scales)).read()
         assert torch.equal(found, wanted.expand(3, 32, 64))
 
 
 def test_another_type_of_8_bits_is_refused():
     numbers = torch.ones(32, 64).to(torch.float8_e5m2)
     with pytest.raises(ValueError, match="float8_e5m2 is not accepted: it must be torch.float8_e4"):
-        scaled(numbers, torch.ones(1), {})
+        scaled(numbers, torch.ones(1, 1), 32, torch.zeros(64))
 
 
 @pytest.mark.parametrize("entries, options, message", [
     (ENTRIES | dict(fmt="e5m2"), {}, "quantization_config.fmt='e5m2' .* one of .'e4m3'"),
     (ENTRIES, dict(quantization="int8"), "quantization='int8' .* None or 'fp8', since the model"),
     (ENTRIES, dict(quantization="fp8_sums"), "'fp8_sums' .* must be without '_sums' for fp8"),
-    (ENTRIES | dict(weight_block_size=[7, 7]), {}, r"weight_block_size=\[7\] .* must be one that")])
+    (ENTRIES | dict(weight_block_size=[7, 7]), {},
+     r"_scale_inv in .*='F32 .1, 3.' .* of shape .19, 23.")])
 def test_what_is_refused(make_fp8, entries, options, message):
     folder, _ = make_fp8()
     if entries["weight_block_size"] == [7, 7]:

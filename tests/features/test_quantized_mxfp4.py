@@ -261,6 +261,25 @@ def test_a_matrix_of_an_expert_is_missing(tmp_path, drawn):
         LLM(folder, **OPTIONS)
 
 
+@pytest.mark.parametrize("end, change, shape", [
+    ("scales", lambda each: each[..., ::2], ".4, 64, 3."),
+    ("scales", lambda each: each[:, ::2], ".4, 64, 3."),
+    ("scales", lambda each: each.float(), ".4, 64, 3."),
+    ("scales", lambda each: torch.full_like(each, 255), None),
+    ("blocks", lambda each: each[..., ::2], ".4, 64, 3, 16.")])
+def test_damaged_parts(tmp_path, drawn, end, change, shape):
+    folder = write_safetensors(tmp_path, *drawn)
+    name = f"model.layers.1.mlp.experts.down_proj_{end}"
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name] = change(tensors[name]).contiguous()
+            save_file(tensors, file, metadata={"format": "pt"})
+    found = f"U8.* of shape {shape}" if shape else "finite numbers"
+    with pytest.raises(ValueError, match=f"{name} in .*is not accepted: it must be {found}"):
+        LLM(folder, **OPTIONS)
+
+
 def test_a_model_without_experts(tiny, tmp_path):
     config = json.loads((Path(tiny) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(

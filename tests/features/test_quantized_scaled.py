@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import greedy_reference
 from quantizing import (
-    BFLOAT16, OPTIONS, PROMPTS, change_config, compressed_config, expected, generated, in_gptq,
-    linears_of, linears_of_experts, put)
+    BFLOAT16, OPTIONS, PROMPTS, change_config, check_damages, compressed_config, expected,
+    generated, in_gptq, linears_of, linears_of_experts, opened, put)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -110,10 +110,10 @@ OLD_MODELOPT = dict(quant_method="modelopt", quantization=dict(
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "FP8 dynamic": (in_fp8, compressed("float-quantized", strategy="channel")),
     "FP8 static": (lambda weight: in_fp8(weight, 0, torch.float32), STATIC),
-    "FP8 groups": (lambda weight: in_fp8(weight, 2), compressed(
+    "FP8 groups": (lambda weight: in_fp8(weight, weight.shape[1] // 64), compressed(
         "naive-quantized", strategy="group", group_size=64)),
     "W8A8": (in_int8, compressed("int-quantized", "int", strategy="channel")),
-    "W8A8 zeros": (lambda weight: in_int8(weight, 2, True), compressed(
+    "W8A8 zeros": (lambda weight: in_int8(weight, weight.shape[1] // 64, True), compressed(
         "int-quantized", "int", strategy="group", group_size=64, symmetric=False)),
     "NVFP4": (lambda weight: in_fp4(weight, 16), NVFP4),
     "MXFP4": (lambda weight: in_fp4(weight, 32), compressed(
@@ -258,60 +258,70 @@ def test_outputs_that_fill_no_block():
     """Powers of two are padded with zeros, which are no such powers."""
     numbers = torch.randint(256, (96, 64), dtype=torch.uint8)
     exponents = torch.randint(110, 125, (96, 4), dtype=torch.uint8)
-    found: Any = scaled(numbers, exponents, {})
+    found: Any = scaled(numbers, exponents, 1, torch.arange(128) // 32)
     part: Any = packed.pack(found, torch.float32)
     rows = packed.rows_of(part, torch.arange(96), 128, torch.float32)
     assert torch.equal(rows, found.dequantized())
 
 
 @pytest.mark.parametrize("shape", [(2, 32, 1), (2, 32), (2, 1, 1), (2,), (1,), ()], ids=str)
-def test_the_matrices_of_many_experts(shape):
-    """One scale for each output, for each matrix or for all, and one above all of a matrix."""
-    numbers = torch.randint(-128, 128, (2, 32, 32), dtype=torch.int8)
+def test_the_matrices_of_many_experts(tmp_path, shape):
+    """One scale for each output, for each matrix or for all."""
+    numbers = torch.randint(-128, 128, (2, 32, 48), dtype=torch.int8)
     scales = torch.rand(shape)
     wanted = scales.reshape(*shape, *[1] * (3 - len(shape)))
-    assert torch.equal(scaled(numbers, scales, {}), numbers * wanted)
+    parts = dict(weight=numbers, weight_scale=scales)
+    assert torch.equal(opened(tmp_path, dict(quant_method="fp8"), parts).read(), numbers * wanted)
 
 
-def test_blocks_in_four_dimensions():
+def test_transposed_experts(tmp_path):
+    """As transformers writes Llama 4 in FBGEMM's format: (experts, inputs, outputs)."""
+    numbers, scales = torch.randn(2, 32, 48).to(torch.float8_e4m3fn), torch.rand(2, 1, 48)
+    parts = dict(weight=numbers, weight_scale=scales)
+    found = opened(tmp_path, dict(quant_method="fbgemm_fp8"), parts).read()
+    assert torch.equal(found, numbers.float() * scales)
+
+
+def test_blocks_in_four_dimensions(tmp_path):
     numbers, scales = torch.ones(64, 96).to(torch.float8_e4m3fn), torch.rand(2, 1, 3, 1)
-    found: Any = scaled(numbers, scales, {})
+    found = opened(tmp_path, dict(quant_method="modelopt", weight_block_size=[32, 32]),
+                   dict(weight=numbers, weight_scale=scales)).read()
     wanted = scales[:, 0, :, 0].repeat_interleave(32, 0).repeat_interleave(32, 1)
-    assert torch.equal(found.dequantized(), wanted)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "fp4"])
-def test_act_order(kind):
+def test_act_order(tmp_path, kind):
     """The files say to which group an input belongs."""
     weight = torch.randn(32, 64)
     parts, _ = {"int8": lambda: in_int8(weight, 4), "fp8": lambda: in_fp8(weight, 4),
                 "fp4": lambda: in_fp4(weight, 16)}[kind]()
     order = torch.randperm(64)
     groups = torch.arange(4).repeat_interleave(16)[order]
-    numbers, scales = parts["weight_packed" if kind == "fp4" else "weight"], parts["weight_scale"]
-    plain: Any = scaled(numbers, scales, {})
-    found: Any = scaled(numbers, scales, {}, groups=groups)
-    wanted = plain._replace(scales=torch.ones_like(scales.float())).dequantized()
-    halves = 0.5 if kind == "fp4" else 1
-    assert torch.equal(found.dequantized(), wanted * (scales.float()[:, groups] * halves))
+    entries = dict(quant_method="compressed-tensors", group_size=16)
+    plain: Any = opened(tmp_path, entries, parts).load()
+    found: Any = opened(tmp_path, entries, parts | dict(weight_g_idx=groups.int())).load()
+    wanted = plain._replace(scales=torch.ones_like(plain.scales)).dequantized()
+    assert torch.equal(found.dequantized(), wanted * plain.scales.float()[:, groups])
     assert packed.pack(found, torch.float32) is None
 
 
 @pytest.mark.parametrize("where", [[], ["quantization"], ["quantized_layers", "own"]], ids=str)
-def test_blocks_of_modelopt_at_the_edge(where):
+def test_blocks_of_modelopt_at_the_edge(tmp_path, where):
     """They have 128 rows and columns, even if blocks of the same size would fit."""
     entries = dict(quant_algo="fp8_pb_wo")
     for name in reversed(where):
         entries = {name: entries}
     numbers, scales = torch.ones(192, 320).to(torch.float8_e4m3fn), torch.rand(2, 1, 3, 1)
-    found: Any = scaled(numbers, scales, entries)
+    found = opened(tmp_path, entries | dict(quant_method="modelopt"),
+                   dict(weight=numbers, weight_scale=scales)).read()
     wanted = scales[:, 0, :, 0].repeat_interleave(128, 0).repeat_interleave(128, 1)
-    assert torch.equal(found.dequantized(), wanted[:192, :320])
+    assert torch.equal(found, wanted[:192, :320])
 
 
 def test_a_type_without_scales_is_refused():
     with pytest.raises(ValueError, match="dtype of a weight with scales=torch.bfloat16 .* must be"):
-        scaled(torch.ones(32, 64).bfloat16(), torch.ones(1), {})
+        scaled(torch.ones(32, 64).bfloat16(), torch.ones(1, 1), 32, torch.zeros(64))
 
 
 def test_a_weight_without_its_scale_is_refused(make_scaled):
@@ -330,7 +340,9 @@ def test_a_weight_without_its_scale_is_refused(make_scaled):
     ("W8A8", "weight_scale", None, "v_proj.weight='I8' .* must be beside its scale"),
     ("NVFP4", "weight_global_scale", None, "v_proj.weight in .*: it lacks .*_global_scale"),
     ("ModelOpt", "weight_scale_2", None, "v_proj.weight in .*: it lacks .*weight_scale_2"),
-    ("W8A8", "weight_scale", torch.ones(5), "v_proj.weight in .*makes 5 groups")])
+    ("NVFP4", "weight_global_scale", torch.zeros(1), "global_scale=.* all scales are finite"),
+    ("W8A8", "weight_scale", torch.ones(5),
+     r"v_proj.weight in .*weight_scale in .*='F32 .5.' .* or F32 of shape .128, 1.")])
 def test_damaged_scales(make_scaled, model_impl, name, end, value, message):
     folder, _ = make_scaled(name)
     for file in folder.glob("*.safetensors"):
@@ -404,9 +416,47 @@ def test_scales_that_do_not_belong_to_a_weight(tmp_path, name, is_dropped):
     assert (name not in open_scaled(Index([file]), {}, file)) == is_dropped
 
 
-def test_matrices_of_experts_with_zeros_are_refused():
-    with pytest.raises(ValueError, match="have zeros"):
-        scaled(torch.ones(2, 8, 16, dtype=torch.int8), torch.ones(2, 8), {}, torch.ones(2, 8))
+@pytest.mark.parametrize("numbers", [
+    torch.ones(2, 8, 16).to(torch.int8), torch.ones(8, 16).to(torch.float8_e4m3fn),
+    torch.ones(8, 16).to(torch.uint8)], ids=str)
+def test_zeros_that_are_refused(numbers):
+    """Those of experts in one tensor, and of numbers in floating point."""
+    ones = torch.ones(*numbers.shape[:-1], 1)
+    with pytest.raises(ValueError, match="zeros=.* it must be a matrix in torch.int8 or"):
+        scaled(numbers, ones, 1, torch.zeros(16), ones.to(torch.int8))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_damaged_parts(tmp_path, name):
+    make, entries = FORMS[name]
+    parts, wanted = make(torch.randn(160, 128))
+    assert torch.equal(opened(tmp_path, entries, parts).read(), wanted)
+    kept = ("weight", "weight_packed", "qweight", "input_scale")
+    check_damages(tmp_path, entries, parts, [each for each in parts if each not in kept])
+
+
+@pytest.mark.parametrize("entries, accepted", [
+    (dict(quant_method="fp8"), [(), (1,), (1, 1), (64, 1), (64,)]),
+    (dict(quant_method="fp8", weight_block_size=[32, 48]), [(2, 3)]),
+    (dict(quant_method="modelopt", quant_algo="FP8"), [(), (1,)]),
+    (dict(quant_method="modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), [(64,), (64, 1)]),
+    (dict(quant_method="modelopt", quantization=dict(quantized_layers=dict(
+        a=dict(quant_algo="FP8"), b=dict(quant_algo="MXFP8")))), [(), (64, 4)]),
+    (compressed("float-quantized", strategy="tensor"), [(), (1,)]),
+    (compressed("float-quantized", strategy="channel"), [(64, 1)]),
+    (compressed("float-quantized", strategy="block", block_structure="48x64"), [(2, 2)]),
+    (MIXED_CONFIG, [(64, 1), (64, 2), (64, 8)])], ids=str)
+def test_shapes_of_scales(tmp_path, entries, accepted):
+    """Those that the config names, and no others."""
+    numbers = torch.ones(64, 128).to(torch.float8_e4m3fn)
+    shapes = {(), (1,), (64,), (64, 1), (64, 2), (64, 4), (64, 8), (2, 3), (2, 2), (1, 128), (2, 1)}
+    for shape in shapes.union(accepted):
+        stored = opened(tmp_path, entries, dict(weight=numbers, weight_scale=torch.rand(shape)))
+        if [*filter((1).__ne__, shape)] in [[*filter((1).__ne__, each)] for each in accepted]:
+            assert stored.read().shape == (64, 128)
+        else:
+            with pytest.raises(ValueError, match="weight_scale in .* is not accepted"):
+                stored.read()
 
 
 @pytest.mark.parametrize("entries, left_out", [

@@ -301,7 +301,7 @@ def make_quantized(folder_of, tmp_path):
     weights. As tools do, it leaves out embeddings, heads and routers."""
 
     def make(name: str, form: str) -> tuple[Path, Any]:
-        bits, _, is_mixed, symmetric, pack, entries = FORMATS[form]
+        bits, size, is_mixed, symmetric, pack, entries = FORMATS[form]
         torch.manual_seed(0)
         weights = load_file(folder_of(name) / "model.safetensors")
         stored = dict(weights)
@@ -312,8 +312,8 @@ def make_quantized(folder_of, tmp_path):
             # (outputs, inputs) in files, whatever the module has
             is_conv = name == "gpt2"
             shape = weight.shape[::-1] if is_conv else weight.shape
-            groups = torch.randperm(shape[1]) // 32 if is_mixed else None
-            *parts, dequantized = drawn(bits, tuple(shape), 32, symmetric, groups)
+            groups = torch.randperm(shape[1]) // size if is_mixed else None
+            *parts, dequantized = drawn(bits, tuple(shape), size, symmetric, groups)
             weights[key] = dequantized.T if is_conv else dequantized
             options = {} if pack is in_awq else dict(bits=bits, groups=groups)
             del stored[key]
@@ -459,7 +459,7 @@ def test_bfloat16_is_checked_in_float32(folder_of, monkeypatch, name):
     (dict(quant_method="bitsandbytes", load_in_4bit=True), {}, "none of its weights is quantized"),
     (dict(quant_method="fp8"), dict(quantization="int8"), "None or 'fp8'"),
     (dict(quant_method="mxfp4"), dict(quantization="int4"), "None or 'mxfp4'"),
-    (dict(quant_method="gptq", bits=3), {}, "quantization_config.bits=3 is not accepted"),
+    (dict(quant_method="gptq", bits=5), {}, "quantization_config.bits=5 is not accepted"),
     (dict(quant_method="gptq", bits=4), dict(quantization="awq"), "None or 'gptq'"),
     (dict(quant_method="gptq", bits=4), {}, "none of its weights is quantized"),
     (dict(quant_method="gptq", bits=4), dict(load_format="dummy"), "random weights are not quan"),
