@@ -104,9 +104,9 @@ class Parser(argparse.ArgumentParser):
         options = {"device": "auto", **defaults, **args.given}
         try:
             options["device"] = choose_device(options["device"])
-            folder = find_model(args.model, EngineConfig(args.model))
-            args.engine_config = EngineConfig(model=str(folder), **options)
-            args.vocab_size = load_config(folder).vocab_size
+            folder = find_model(args.model, EngineConfig(str(args.model), **options))
+            args.engine_config = config = EngineConfig(model=str(folder), **options)
+            args.vocab_size = load_config(folder, model_impl=config.model_impl).vocab_size
         except ValueError as error:
             self.error(" ".join(str(error).split()))
         return args
@@ -130,7 +130,8 @@ class Parser(argparse.ArgumentParser):
         # in nano-vllm's order: length and ids of each prompt, then all output lengths
         rng = random.Random(args.engine_config.seed)
         if args.prompts:
-            prompts = read_prompts(args.prompts, load_tokenizer(Path(args.engine_config.model)))
+            folder = find_model(args.tokenizer or args.model, args.engine_config, "tokenizer")
+            prompts = read_prompts(args.prompts, load_tokenizer(folder))
         else:
             prefix = draw_ids(rng, args.prefix_length, args.vocab_size)
             inputs = (args.min_input, args.max_input, args.lengths)
