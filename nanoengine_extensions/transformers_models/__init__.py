@@ -316,9 +316,8 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
             sizes = kind._from_config(copy.deepcopy(config), **options)
         extension("strict").check_memory(sizes.parameters(), runner.device)
     if runner.config.load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            causal = kind._from_config(config, **options)
+        torch.default_generator.manual_seed(0)
+        causal = kind._from_config(config, **options)
     else:
         causal, found = read(
             kind, folder, config=config, local_files_only=True, use_safetensors=True,
@@ -350,9 +349,10 @@ def load(runner: Any, folder: Path, is_packed: bool = False,
         raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb,
                        "0 for a model that transformers computes")
     try:
-        # the caller's thread may have autocast enabled, or another default device
-        with (torch.inference_mode(), torch.device("cpu"),
+        # the caller may have autocast enabled, another default device, or a seed of their own
+        with (torch.inference_mode(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
               torch.autocast(runner.device, enabled=False)):
+            torch.default_generator.manual_seed(0)
             causal = load_causal(runner, folder, read, is_packed)
             model = Model(causal, runner.kernels.paged_attention)
             check_model(runner, model, causal, Call, OtherCall)

@@ -607,6 +607,16 @@ def test_settings_of_pytorch_change_no_token(folder_of, name, setting):
                 assert each.engine.runner.model.stack is None or name in ("mixtral", "phi3")
 
 
+@pytest.mark.parametrize("options", [{}, slow(dict(quantization="int8"))])
+def test_the_random_numbers_of_the_caller_stay_the_same(folder_of, options):
+    folder = folder_of("phi3")
+    torch.manual_seed(5)
+    expected = torch.rand(9)
+    torch.manual_seed(5)
+    with make_llm(folder, **options):
+        assert torch.equal(torch.rand(9), expected)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_a_closed_engine_frees_its_memory(folder_of, name):
     llm = make_llm(folder_of(name))
