@@ -438,6 +438,18 @@ def test_every_format_of_safetensors(make_quantized, name):
         assert torch.equal(weight, given(model)[key].bfloat16()), key
 
 
+@pytest.mark.parametrize("name", ["gptq 4", "w4a16"])
+def test_the_default_device_has_no_effect(make_quantized, name):
+    """Neither where files say the shape of a weight, nor where a bias is looked at."""
+    folder, model = make_quantized(name)
+    right = expected(model)
+    file = folder / "model-1.safetensors"
+    biases = {f"model.layers.{i}.mlp.down_proj.bias": torch.zeros(256) for i in range(2)}
+    save_file(load_file(file) | biases if name == "gptq 4" else load_file(file), file)
+    with torch.device("meta"):
+        assert generated(folder) == right
+
+
 def test_modules_of_other_bits(make_quantized):
     """GPTQModel's `dynamic` changes some modules: their bits and groups show in the files."""
     folder, model = make_quantized("gptq 4")
