@@ -56,8 +56,7 @@ VLLM_OPTIONS = ("load_format", "max_model_len", "max_num_seqs", "max_num_batched
 def copy_bandwidth(device: str) -> float:
     """Returns the bytes a second that a copy reads and writes."""
     size = 2**30 if device == "cuda" else 2**27
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device)
     return 2 * size / seconds_of(lambda: target.copy_(source))
 
 
@@ -69,11 +68,12 @@ def run_nanoengine(args: Namespace, workload: Workload, warm_up: Workload) -> Fi
         seconds, outputs = generate(llm, SamplingParams, workload, use_tqdm=sys.stderr.isatty())
         figures = figures_of(llm.engine, seconds, [output.metrics for output in outputs])
         bandwidth = copy_bandwidth(llm.config.device)
-        limit = sum(step_limit(llm, record.batch, bandwidth) for record in llm.trace)
-        figures["limit_percent"] = 100 * limit / seconds
         runner = llm.engine.runner
-        weights = [*runner.model.parameters(), *runner.model.buffers()]
-        figures["weights_mib"] = sum(each.nbytes for each in weights) / MIB
+        if hasattr(llm.model_config, "hidden_size"):  # it is not a model of transformers
+            limit = sum(step_limit(llm, record.batch, bandwidth) for record in llm.trace)
+            figures["limit_percent"] = 100 * limit / seconds
+            weights = [*runner.model.parameters(), *runner.model.buffers()]
+            figures["weights_mib"] = sum(each.nbytes for each in weights) / MIB
         figures["kv_pool_mib"] = runner.blocks.nbytes / MIB
     return figures
 

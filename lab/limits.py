@@ -83,11 +83,10 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
 @torch.inference_mode()
 def time_products(model: torch.nn.Module, batch: Batch) -> float:
     """Returns the seconds of a step's matrix products only."""
-    like = next(model.parameters())
     inputs = []
     for linear in linears_of(model):
         rows = len(batch.sampled) if linear is model.lm_head else sum(batch.num_tokens)
-        inputs.append((linear, torch.randn(rows, linear.in_features).to(like)))
+        inputs.append((linear, torch.randn(rows, linear.in_features).to(next(model.parameters()))))
     # results are dropped: for long prompts they would need much new memory
     return seconds_of(lambda: max(len(linear(rows)) for linear, rows in inputs if len(rows)), 5)
 

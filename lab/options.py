@@ -105,11 +105,12 @@ class Parser(argparse.ArgumentParser):
         options = {"device": "auto", **defaults, **args.given}
         try:
             options["device"] = choose_device(options["device"])
-            folder = find_model(args.model, EngineConfig(args.model))
-            args.engine_config = EngineConfig(model=str(folder), **options)
-            args.vocab_size = load_config(folder).vocab_size
+            folder = find_model(args.model, EngineConfig(str(args.model), **options))
+            args.engine_config = config = EngineConfig(model=str(folder), **options)
+            model_config = load_config(folder, model_impl=config.model_impl)
+            args.vocab_size = model_config.vocab_size
             if isinstance(vars(args).get("prompts"), Path):
-                inputs = InputProcessor(args.engine_config, load_config(folder), folder, Features())
+                inputs = InputProcessor(config, model_config, folder, Features())
                 inputs.max_model_len = 2**31  # not known before the cache
                 args.prompts = read_prompts(args.prompts, inputs)
         except ValueError as error:

@@ -224,7 +224,7 @@ def is_same(module: Any, kind: Callable) -> bool:
     if is_transposed(module):
         trial._parameters |= {name: trial._parameters[name].mT for name in NAMES}
     trial.num_experts = 2
-    x = random(5, 8) * torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0])[:, None]
+    x = random(5, 8) * torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], dtype=torch.float32)[:, None]
     given = x, torch.tensor([[0, 1], [1, 0]] * 3)[:5], random(5, 2).abs()
     try:
         return are_close(trial(*given), build(trial, kind=kind)(*given), torch.float32)

@@ -10,8 +10,9 @@ from huggingface_hub import snapshot_download
 from nanoengine.config import EngineConfig
 from nanoengine.features import extension, is_installed, naming, rejected
 
-# the files to download from a repository: no others are read
-FILES = ["*.json", "*.model", "*.jinja", "*.txt", "model.safetensors", "model-*-of-*.safetensors"]
+# the files to download from the repository of a tokenizer, and of a model: no others are read
+OF_TOKENIZER = ["*.json", "*.model", "*.jinja", "*.txt"]
+FILES = [*OF_TOKENIZER, "model.safetensors", "model-*-of-*.safetensors"]
 
 
 def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:
@@ -31,4 +32,4 @@ def download(model: str, folder: Path, config: EngineConfig, name: str) -> Path:
     with naming(rejected(name, model, accepted)):
         return Path(snapshot_download(
             model, revision=config.revision, cache_dir=config.download_dir,
-            allow_patterns=FILES))
+            allow_patterns=FILES if name == "model" else OF_TOKENIZER))

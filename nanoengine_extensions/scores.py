@@ -33,7 +33,7 @@ class Score:
 
     token_ids: the tokens of the continuation, at least one.
     logprobs: the log-probability of each token; NaN if the model's logits are not finite.
-    ranks: the rank of each token, 1 for the likeliest; 0 if the logits are not finite.
+    ranks: the rank of each token, 1 if none is likelier; 0 if the logits are not finite.
     cumulative_logprob: the sum of the log-probabilities.
     mean: the mean of the log-probabilities.
     """
@@ -73,9 +73,11 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
     texts = [text for group in groups for text in group]
     # the texts of single tokens are not needed; without texts.py, the default has to stay
     detokenize = not is_installed("texts")
+    # with the likeliest token, since only then does a token that is as likely have rank 1: in
+    # bfloat16, many are
     params = [SamplingParams(
-        temperature=0, max_tokens=1, ignore_eos=True, detokenize=detokenize, logprobs=0,
-        prompt_logprobs=0, prompt_logprobs_start=start, allowed_token_ids=token_ids[-1:])
+        temperature=0, max_tokens=1, ignore_eos=True, detokenize=detokenize, logprobs=1,
+        prompt_logprobs=1, prompt_logprobs_start=start, allowed_token_ids=token_ids[-1:])
         for start, token_ids in texts]
     outputs = iter(llm.generate([token_ids[:-1] for _, token_ids in texts], params, use_tqdm))
     scores = [[score_of(start, token_ids, next(outputs)) for start, token_ids in group]

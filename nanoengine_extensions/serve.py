@@ -100,10 +100,10 @@ class Server:
             extension("tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
             raise rejected("n", body.params.n, f"smaller, or prompts fewer: {self.most} in all")
-        encode = self.llm.get_tokenizer().encode
+        # token ids need no tokenizer
         with naming("prompt"):
-            body.prompts = [encode(each, verbose=False) if isinstance(each, str) else each
-                            for each in body.prompts]
+            body.prompts = [self.llm.get_tokenizer().encode(each, verbose=False)
+                            if isinstance(each, str) else each for each in body.prompts]
 
     def add(self, body: Any) -> list[Any]:
         """Queues the requests of a call in the engine's thread, unless there are too many."""

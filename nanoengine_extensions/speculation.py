@@ -193,7 +193,7 @@ class Speculation:
         """
         if batch.is_known:
             tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
-            return Launched(batch, torch.tensor(tokens), self.clock())
+            return Launched(batch, torch.tensor(tokens, device="cpu"), self.clock())
         self.stock.clear()
         # a step with a prompt is limited by computation, not by memory: guesses would slow it down
         if max(batch.num_tokens) > 1:
@@ -229,7 +229,7 @@ class Speculation:
                 self.all_odds[kind] += WEIGHT * (is_right - self.all_odds[kind])
             tokens[row] = NO_TOKEN if seq.error else tokens[row]
         # for the scheduler, a step like any other
-        return Launched(batch, torch.tensor(tokens), launched.done)
+        return Launched(batch, torch.tensor(tokens, device="cpu"), launched.done)
 
     def _ask(self, batch: Batch) -> dict[Sequence, Any]:
         """Returns (guess, kind, odds) of sequences: as many tokens as could be computed, and how

@@ -60,7 +60,7 @@ class Own(nn.Module):
         count, step, factor, head_dim = self.turned  # type: ignore[misc]
         key = self.turned, id(pair) if count else None
         if key not in current.angles:
-            angles = torch.zeros(2, x.shape[1], 1, head_dim // 2, device=x.device)
+            angles = x.new_zeros(2, x.shape[1], 1, head_dim // 2, dtype=torch.float32)
             angles[0] = 1
             if count:
                 angles[..., :count] = torch.cat(pair)[:, :, None, ::step][..., :count]

@@ -247,7 +247,8 @@ class Header:
         given = torch.from_numpy(self.tensors["rope_freqs.weight"].data.astype(np.float32))
         factor = float(given.max())
         size = self.head_dim()
-        waves = 2 * torch.pi * theta ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+        firsts = torch.arange(0, size, 2, dtype=torch.float64, device="cpu")
+        waves = 2 * torch.pi * theta ** (firsts / size)
         smooth = ((8192 / waves - 1) / 3).clamp(0, 1)
         factors = 1 / ((1 - smooth) / factor + smooth)
         if given.shape != factors.shape or not torch.allclose(given.double(), factors, rtol=1e-4):

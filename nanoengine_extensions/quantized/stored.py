@@ -86,7 +86,9 @@ class Index:
 
     def read(self, name: str) -> Tensor:
         """Returns a tensor that can lie in the mapped file: it needs a copy to outlive the file."""
-        return self.slice_of(name)[...]
+        # the caller can have another default device
+        with torch.device("cpu"):
+            return self.slice_of(name)[...]
 
     def find(self, name: str, kinds: Kinds, shapes: Shapes) -> Tensor | None:
         """Returns a tensor as `part` does, or None if it is not there."""

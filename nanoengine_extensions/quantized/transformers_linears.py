@@ -120,11 +120,12 @@ def experts_of(model: nn.Module) -> list[Any]:
 def in_threads(function: Callable, jobs: list) -> list:
     """Calls a function for each job. One matrix of an expert is too small for several threads."""
     count = torch.get_num_threads()
-    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = [*pool.map(function, jobs)]
-    # threads that begin later use the last number that any thread has set
-    torch.set_num_threads(count)
-    return found
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return [*pool.map(function, jobs)]
+    finally:
+        # threads that begin later use the last number that any thread has set
+        torch.set_num_threads(count)
 
 
 def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool, is_gated: bool,

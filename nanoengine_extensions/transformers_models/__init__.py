@@ -129,7 +129,6 @@ class Call(Attention):
     def gather(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
                key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """The same with transformers' own function, over gathered keys."""
-        eager = eager_of(module)
         pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
         out = []
@@ -146,7 +145,7 @@ class Call(Attention):
                 is_seen = self.recorded.mask(0, 0, positions, places) & (places <= positions)
                 mask = query.new_zeros(1, 1, *is_seen.shape)
                 mask.masked_fill_(~is_seen, torch.finfo(mask.dtype).min)
-                out.append(eager(module, query[:, :, part], keys[..., :key.shape[3]],
+                out.append(eager_of(module)(module, query[:, :, part], keys[..., :key.shape[3]],
                                  values[..., :value.shape[3]], mask, **options)[0])
         return torch.cat(out, dim=1)
 
@@ -220,11 +219,13 @@ class Model(nn.Module):
     def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """Returns the hidden states of all tokens. attend: replaces the attention function."""
         current.attend = attend
-        self.given.output = self.layers(
-            input_ids=token_ids[None].long(), position_ids=positions[None].long(),
-            attention_mask=torch.ones_like(token_ids)[None], use_cache=False)
-        # they would keep the memory of a closed engine alive
-        vars(current).clear()
+        try:
+            self.given.output = self.layers(
+                input_ids=token_ids[None].long(), position_ids=positions[None].long(),
+                attention_mask=torch.ones_like(token_ids)[None], use_cache=False)
+        finally:
+            # they would keep the memory of a closed engine alive
+            vars(current).clear()
         return self.given.output.last_hidden_state[0]
 
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
@@ -233,7 +234,7 @@ class Model(nn.Module):
             return self.stack(token_ids, step)
         half = self.calls[0].head_dim // 2
         # cos and sin
-        angles = torch.zeros(2, len(token_ids), 1, half, device=token_ids.device)
+        angles = token_ids.new_zeros(2, len(token_ids), 1, half, dtype=torch.float32)
         angles[0] = 1
         calls = iter([call for call in self.calls if not call.is_own])
         vars(current).update(step=step, angles={})
@@ -268,10 +269,11 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
     Raises ValueError for layers whose state is not K and V of tokens.
     """
     text = config.get_text_config(decoder=True)
-    others = sorted({*(getattr(text, "layer_types", None) or ())} - ATTENTION)
-    if others:
+    if others := sorted({*(getattr(text, "layer_types", None) or ())} - ATTENTION):
         raise refused(config, f"its layers of kind {others} keep state outside a KV cache")
-    longest = getattr(text, "max_position_embeddings", None) or 2048
+    # the second name is Whisper's
+    names = "max_position_embeddings", "max_target_positions"
+    longest = next(filter(None, (getattr(text, name, None) for name in names)), 2048)
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         original = each.get("original_max_position_embeddings") or longest
@@ -280,15 +282,14 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
             logger.warning(
                 f"max_model_len is at most {longest}: beyond it, "
                 f"rope_type={each['rope_type']!r} depends on the longest sequence of a step")
+    # a model for images can have these in either place
+    found = {name: next((value for each in (config, text) if (value := getattr(each, name, None))
+                         is not None), None) for name in ("quantization_config", "eos_token_id")}
     described = PretrainedConfig()
-    quantized = (getattr(each, "quantization_config", None) for each in (config, text))
-    # the extension `quantized` reads the weights
-    vars(described)["quantization_config"] = next(filter(None, quantized), {})
     # the table of these angles is not used
-    vars(described).update(original=config, max_position_embeddings=longest,
+    vars(described).update(found, original=config, max_position_embeddings=longest,
                            rope_parameters={"rope_type": "default", "rope_theta": 1.0},
-                           vocab_size=text.vocab_size,
-                           eos_token_id=getattr(text, "eos_token_id", None))
+                           vocab_size=text.vocab_size)
     return described
 
 
@@ -315,9 +316,8 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
             sizes = kind._from_config(copy.deepcopy(config), **options)
         extension("strict").check_memory(sizes.parameters(), runner.device)
     if runner.config.load_format == "dummy":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            causal = kind._from_config(config, **options)
+        torch.default_generator.manual_seed(0)
+        causal = kind._from_config(config, **options)
     else:
         causal, found = read(
             kind, folder, config=config, local_files_only=True, use_safetensors=True,
@@ -337,12 +337,9 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     return causal if runner.device == "cpu" else causal.to(runner.device)
 
 
-def from_files(kind: Any, folder: Path, **options: Any) -> Any:
-    return kind.from_pretrained(folder, **options)
-
-
-def load(runner: Any, folder: Path, read: Callable[..., Any] = from_files,
-         is_packed: bool = False) -> Model:
+def load(runner: Any, folder: Path, is_packed: bool = False,
+         read: Callable = lambda kind, folder, **options: kind.from_pretrained(folder, **options),
+         ) -> Model:
     """Returns the model. Raises ValueError for one whose results differ in the engine's steps.
 
     read: in place of `from_pretrained`; quantized weights replace it. is_packed: whether the
@@ -352,7 +349,10 @@ def load(runner: Any, folder: Path, read: Callable[..., Any] = from_files,
         raise rejected("cpu_offload_gb", runner.config.cpu_offload_gb,
                        "0 for a model that transformers computes")
     try:
-        with torch.inference_mode():
+        # the caller may have autocast enabled, another default device, or a seed of their own
+        with (torch.inference_mode(), torch.device("cpu"), torch.random.fork_rng(devices=[]),
+              torch.autocast(runner.device, enabled=False)):
+            torch.default_generator.manual_seed(0)
             causal = load_causal(runner, folder, read, is_packed)
             model = Model(causal, runner.kernels.paged_attention)
             check_model(runner, model, causal, Call, OtherCall)

@@ -137,7 +137,8 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
     if call.soft_cap is None and call.sinks is None:
         return True
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(shape, generator=generator).to(device) for shape in call[:3])
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+                         for shape in call[:3])
     # small scores for sinks, large ones for soft caps
     query *= torch.linspace(0, 50, query.shape[2], device=device)[:, None]
     # of all keys
@@ -238,16 +239,15 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
 
 def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others, longest: int) -> None:
     """Adds the replacements of modules."""
-    dtype = runner.dtype
     if is_installed("experts") and runner.kernels.empty_cache:
         experts = extension("experts")
         others |= {each: experts.build(each) for each in inputs if experts.are_known(each)}
     own = extension("own_layers") if is_installed("own_layers") else None
     if own:
-        others |= own.own_attentions(inputs, [*model.calls], longest, dtype)
-    fast_modules(inputs, dtype, others)
+        others |= own.own_attentions(inputs, [*model.calls], longest, runner.dtype)
+    fast_modules(inputs, runner.dtype, others)
     if own:
-        model.stack = own.own_decoder(model, inputs, others, longest, dtype)
+        model.stack = own.own_decoder(model, inputs, others, longest, runner.dtype)
 
 
 def check_windows(model: Any, calls: list[Recorded], longest: int) -> None:

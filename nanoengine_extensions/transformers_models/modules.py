@@ -188,7 +188,7 @@ def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dty
     """Whether two modules give the same results for random rows of the given length, up to
     rounding, in float32 and in a dtype."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device)
+    x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device, torch.float32)
     x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
     with InFloat32():
         is_close = are_close(module(x), other(x), torch.float32)

@@ -28,6 +28,8 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
 
     def download(name, *, revision, cache_dir, allow_patterns):
         asked.append((name, revision, cache_dir))
+        # the weights of a model, perhaps a huge one, of which only the tokenizer is used
+        assert ("model.safetensors" in allow_patterns) == (name == "some/model")
         return {"some/model": tiny, "some/tokenizer": bundled}[name]
 
     monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", download)

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -508,3 +509,22 @@ def test_rows_of_another_dtype_than_that_of_a_packed_weight():
     with torch.inference_mode():
         right = x @ weight.dequantized().double().T + linear.bias.double()
         torch.testing.assert_close(linear(x), right)
+
+
+def test_a_load_that_fails_leaves_the_number_of_threads():
+    """Threads that begin later would otherwise compute alone."""
+    def in_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    def fail(job):
+        raise ValueError("damaged")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ValueError, match="damaged"):
+            transformers_linears.in_threads(fail, [1])
+        assert in_a_new_thread() == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -254,6 +254,18 @@ def test_ranks(llm):
     assert wrong.ranks[-1] > 1
 
 
+def test_what_greedy_sampling_takes_has_rank_1_if_others_are_as_likely(make_model, tmp_path):
+    """As is usual in bfloat16. Here, each token has a twin."""
+    folder, model = make_model(num_hidden_layers=2, tie_word_embeddings=False)
+    weight = model.lm_head.weight.data
+    weight[160:] = weight[:160]
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
+        greedy, = llm.generate(COMMON, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        score, = llm.score(COMMON, [greedy.outputs[0].token_ids], use_tqdm=False)
+    assert score.ranks == [1] * 9
+
+
 # ------------------------------------------------------------------------- python -m nanoengine
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from unittest.mock import patch
@@ -532,6 +533,21 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.needs("memory")
+def test_a_model_without_a_tokenizer_takes_token_ids(tiny):
+    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=16) as llm:
+        server = module.Server(llm, Namespace(max_waiting=8, tool_call_parser=None))
+        body = module.openai.Body("/v1/completions")
+        server.read(body, b'{"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": true}')
+        request, = server.add(body)
+        while not request.is_finished:
+            llm.step()
+        answer = body.response([request.output()], "tiny")
+        assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["text"] == ""
+        with pytest.raises(ValueError, match="prompt: tokenizer=None is not accepted: it must be"):
+            server.read(body, b'{"prompt": "a text"}')
+        server.engine.close()
+
+
 def test_it_begins_with_all_memory_of_its_cache(tiny, monkeypatch):
     begun = []
     monkeypatch.setattr(module.uvicorn, "run", lambda app, **options: begun.extend(

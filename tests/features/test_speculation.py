@@ -269,6 +269,17 @@ def test_numbers_of_numpy_and_of_pytorch_are_tokens(small_llm, always):
     assert small_llm.generate(prompts, FREE, use_tqdm=False)[0].outputs == found[0].outputs
 
 
+def test_the_default_device_has_no_effect(small_llm, always):
+    prompts = random_prompts([5, 6])
+    speculate(small_llm, lambda seq: [1, 2])
+    expected = small_llm.generate(prompts, FREE, use_tqdm=False)
+    speculate(small_llm, "prompt-lookup")
+    with torch.device("meta"):
+        found = small_llm.generate(prompts, FREE, use_tqdm=False)
+    assert [each.outputs for each in found] == [each.outputs for each in expected]
+    assert small_llm.metrics()["guessed_tokens"] > 0
+
+
 def test_an_interrupted_step_leaves_a_clean_engine(small_llm, always):
     prompts = random_prompts([5, 6])
     speculate(small_llm, lambda seq: [])

@@ -25,6 +25,7 @@ import architectures  # noqa: E402
 import compare  # noqa: E402
 from conftest import use_policies  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
+from test_torch_settings import SETTINGS  # noqa: E402
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
 from nanoengine.features import is_installed  # noqa: E402
@@ -593,6 +594,29 @@ def test_a_model_that_does_not_fit(folder_of, tmp_path):
         make_llm(folder, load_format="dummy")
 
 
+@pytest.mark.parametrize("setting", ["float64", "bfloat16", "meta", "autocast"])
+@pytest.mark.parametrize("name", [slow("gpt2"), "gemma2", slow("mixtral"), slow("phi3")])
+def test_settings_of_pytorch_change_no_token(folder_of, name, setting):
+    """Neither before a model is loaded, nor after."""
+    with make_llm(folder_of(name), dtype="float32") as llm:
+        expected = tokens(llm.generate(PROMPTS, [SHORT] * 3 + [DRAWN] * 3, use_tqdm=False))
+        with SETTINGS[setting](), make_llm(folder_of(name), dtype="float32") as own:
+            for each in (llm, own):
+                outputs = each.generate(PROMPTS, [SHORT] * 3 + [DRAWN] * 3, use_tqdm=False)
+                assert tokens(outputs) == expected
+                assert each.engine.runner.model.stack is None or name in ("mixtral", "phi3")
+
+
+@pytest.mark.parametrize("options", [{}, slow(dict(quantization="int8"))])
+def test_the_random_numbers_of_the_caller_stay_the_same(folder_of, options):
+    folder = folder_of("phi3")
+    torch.manual_seed(5)
+    expected = torch.rand(9)
+    torch.manual_seed(5)
+    with make_llm(folder, **options):
+        assert torch.equal(torch.rand(9), expected)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gemma2"])
 def test_a_closed_engine_frees_its_memory(folder_of, name):
     llm = make_llm(folder_of(name))
@@ -603,6 +627,43 @@ def test_a_closed_engine_frees_its_memory(folder_of, name):
     llm.close()
     gc.collect()
     assert [each() for each in left] == [None] * 3
+
+
+def test_a_step_that_is_broken_off_keeps_no_memory(folder_of):
+    """Even if the engine is closed without a further step."""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    llm = make_llm(folder_of("gpt2"))
+    model = llm.engine.runner.model
+    model.layers.h[-1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    left = weakref.ref(model.calls[0])
+    del model, llm
+    gc.collect()
+    assert left() is None
+
+
+def test_the_longest_text_of_whisper(folder_of):
+    """Its config.json has another name for it. A position that is too high would end all requests.
+    """
+    with make_llm(folder_of("whisper")) as llm:
+        assert llm.inputs.max_model_len == 448
+        output, = llm.generate([[5] * 440], SHORT, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("place", ["top", "text"])
+def test_eos_of_a_model_for_images_can_be_in_either_place(folder_of, tmp_path, place):
+    shutil.copytree(folder_of("gemma3 images"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"].pop("eos_token_id", None)
+    (config if place == "top" else config["text_config"])["eos_token_id"] = [7, 9]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with make_llm(tmp_path) as llm:
+        assert {*llm.inputs.eos_tokens} == {7, 9}
 
 
 @pytest.mark.parametrize("name, longest", [("phi3 longrope", 40), ("llama dynamic", 512)])

@@ -11,7 +11,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models")]
 
 import bench  # noqa: E402
 from lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
@@ -160,6 +160,30 @@ def test_every_option_of_the_engine_is_a_flag():
     assert args.engine_config.kv_allocation == "reserve"
     names = {field.name for field in dataclasses.fields(EngineConfig)} - {"trace"}
     assert names <= vars(args).keys()
+
+
+def test_a_model_is_found_as_its_options_say(bundled, wide_tokenizer, tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, *, revision, cache_dir, allow_patterns):
+        asked.append((name, revision, cache_dir))
+        return bundled
+
+    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", download)
+    parser = options.Parser(None, "small")
+    parser.parse(["--model", "some/model", "--revision", "v2", "--download-dir", "there"])
+    assert asked == [("some/model", "v2", "there")]
+    (tmp_path / "prompts").write_text("<extra7>\n")
+    flags = ["--prompts", str(tmp_path / "prompts"), "--tokenizer", wide_tokenizer]
+    assert parser.draw(parser.parse(flags)).prompts == [[867 + 7]]
+
+
+@pytest.mark.parametrize("name, flags", [("gpt2", []), ("llama", ["--model-impl", "transformers"])])
+def test_models_of_transformers_have_no_limit(folder_of, tmp_path, name, flags):
+    found = run(bench, tmp_path, "--model", folder_of(name), *flags, *SMALL, "--num-kv-blocks", 40,
+                "--dtype", "float32")["medians"]["nanoengine"]
+    assert found["output_tokens_per_second"] > 0 < found["kv_pool_mib"]
+    assert not {"limit_percent", "weights_mib"} & found.keys()
 
 
 def test_workloads():
