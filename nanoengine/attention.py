@@ -130,8 +130,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("backends")):
         # adds rows to the table
         extension("backends", f"attention_backend={name!r}")
-    works = name in BACKENDS and BACKENDS[name].works(device, dtype)
-    if not works:
+    if name not in BACKENDS or not BACKENDS[name].works(device, dtype):
         usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
         if name != "auto":
             raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")

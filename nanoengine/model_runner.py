@@ -96,9 +96,8 @@ class ModelRunner:
             options |= extension("quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
             return extension("transformers_models").load(self, folder, **options)
-        load = load_model
-        if self.config.cpu_offload_gb:
-            load = extension("offload").offloading(self.config.cpu_offload_gb)
+        gib = self.config.cpu_offload_gb
+        load = extension("offload").offloading(gib) if gib else load_model
         return load(folder, self.model_config, self.dtype, self.device, self.config.load_format,
                     **options)
 
@@ -164,8 +163,7 @@ class ModelRunner:
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         # decodes come before the first sequence with several tokens
-        is_long = [count > 1 for count in batch.num_tokens]
-        num_decodes = [*is_long, True].index(True)
+        num_decodes = [*(n > 1 for n in batch.num_tokens), True].index(True)
         return buffer, StepShape(layout, num_decodes, max(batch.num_tokens), longest_keys)
 
     def forward(self, copies: Copies, buffer: Tensor,

@@ -1,5 +1,8 @@
 """Settings of PyTorch that belong to the user's process change no token."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -125,3 +128,26 @@ def test_random_weights_are_the_same(tiny, name):
                 tiny, load_format="dummy", block_size=16, num_kv_blocks=32) as llm:
             found.append(generate(llm, prompts, params)[0].outputs[0].token_ids)
     assert found[0] == found[1]
+
+
+# prints libgomp's variable when PyTorch is about to be imported, which reads it
+FINDER = """
+import os, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            sys.exit()
+sys.meta_path.insert(0, Finder())
+import nanoengine
+"""
+
+
+@pytest.mark.parametrize("given, expected", [
+    ({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "None")])
+def test_waiting_threads_spin_for_a_short_time_unless_the_user_says_otherwise(given, expected):
+    names = os.environ.keys() - {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+    environment = {name: os.environ[name] for name in names} | given
+    run = subprocess.run([sys.executable, "-c", FINDER], env=environment, stdout=subprocess.PIPE,
+                         text=True, check=True)
+    assert run.stdout.strip() == expected
