@@ -107,7 +107,9 @@ class Index:
         if kind not in kinds or not fitting:
             known = " or ".join(dict.fromkeys(str([*each]) for each in shapes))
             raise rejected(where, f"{kind} {shape}", f"{' or '.join(kinds)} of shape {known}")
-        found = stored[...] if number is None else stored[number]
+        # as in `read`
+        with torch.device("cpu"):
+            found = stored[...] if number is None else stored[number]
         is_exponent = kind == "U8" and kinds[-2:] == EXPONENTS
         values = found.view(torch.float8_e8m0fnu) if is_exponent else found
         if values.is_floating_point() and not values.float().isfinite().all():
