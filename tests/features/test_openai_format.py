@@ -48,7 +48,8 @@ def test_what_has_no_effect_is_accepted(llm):
                           "return_token_ids": False, "return_tokens_as_token_ids": False,
                           "return_weight_versions": False, "session_id": "a",
                           "return_token_offsets": False, "thinking_token_budget": -1,
-                          "truncation_side": "left", "mm_payload": "tensors"}, url)
+                          "truncation_side": "left", "mm_payload": "tensors",
+                          "routed_experts_prompt_start": 0}, url)
         with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
             read(llm, body | {"return_token_ids": True}, url)
         # chat templates write special tokens themselves
