@@ -36,10 +36,10 @@ IGNORED = {*"""cache_salt metadata model parallel_tool_calls prompt_cache_key re
     safety_identifier service_tier session_id spaces_between_special_tokens store user""".split()}
 # the only value without an effect
 NEUTRAL: dict[str, Any] = dict(
-    best_of=1, include_reasoning=True, length_penalty=1.0, mm_payload="tensors", priority=0,
-    modalities=["text"], suffix="", thinking_token_budget=-1, tool_choice="none",
-    truncation_side="left", **dict.fromkeys("""echo return_token_ids return_token_offsets
-    return_tokens_as_token_ids return_weight_versions use_beam_search""".split(), False))
+    best_of=1, include_reasoning=True, length_penalty=1.0, mm_payload="tensors", suffix="",
+    modalities=["text"], thinking_token_budget=-1, tool_choice="none", truncation_side="left",
+    **dict.fromkeys("""echo priority return_token_ids return_token_offsets return_weight_versions
+    return_tokens_as_token_ids routed_experts_prompt_start use_beam_search""".split(), 0))
 # a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
 

@@ -137,14 +137,13 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
     return Grouped(numbers, scales.T, zeros, bits=4)
 
 
-def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, version: int) -> Grouped:
+def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bits: int, version: int) -> Grouped:
     """(inputs * bits / 32, outputs), (groups, outputs * bits / 32), (groups, outputs).
 
     Version 1, AutoGPTQ's, stores each zero minus 1. Unused bits fill the last word in a row.
     """
-    outputs = scales.shape[1]
-    bits = 32 * qzeros.shape[1] // outputs
-    zeros = unpack(qzeros, bits, 1)[:, :outputs].T
+    # 3 bits: whole numbers of words
+    zeros = unpack(F.pad(qzeros, (0, -qzeros.shape[1] % bits)), bits, 1)[:, :scales.shape[1]].T
     if version == 1:
         zeros = zeros + 1 & 2**bits - 1
     return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, bits=max(4, bits))

@@ -81,11 +81,13 @@ def algorithm_of(c: dict[str, Any]) -> str:
 def blocks_in(c: dict[str, Any]) -> list[tuple[int, int]]:
     """Returns how many outputs and inputs have one scale, 0 for all, as the entries say it, also
     those within others: modules can differ."""
-    # such as [128, 128] and "128x128"; a size of -1 is a whole row
-    sizes = re.findall(r"\d+", str(c.get("weight_block_size") or c.get("block_structure")))
-    size = c.get("group_size") or c.get("q_group_size")
+    # such as [128, 128], "128x128" and 128; a size of -1 is a whole row, and AutoRound's group_size
+    # can be a block
+    names = ("weight_block_size", "block_structure", "group_size", "q_group_size")
+    text = str(next(filter(None, map(c.get, names)), None))
+    sizes = [max(0, int(size)) for size in re.findall(r"-?\d+", text)]
     given: list[Any] = [STRATEGIES.get(c.get("strategy", "")), BLOCKS.get(algorithm_of(c)),
-                        sizes and (int(sizes[0]), int(sizes[-1])), size and (1, max(0, int(size)))]
+                        sizes and (1, *sizes)[-2:]]
     found = [*filter(None, given)][:1]
     for name, each in c.items():
         if isinstance(each, dict) and name not in ACTIVATIONS:

@@ -107,7 +107,9 @@ class Index:
         if kind not in kinds or not fitting:
             known = " or ".join(dict.fromkeys(str([*each]) for each in shapes))
             raise rejected(where, f"{kind} {shape}", f"{' or '.join(kinds)} of shape {known}")
-        found = stored[...] if number is None else stored[number]
+        # as in `read`
+        with torch.device("cpu"):
+            found = stored[...] if number is None else stored[number]
         is_exponent = kind == "U8" and kinds[-2:] == EXPONENTS
         values = found.view(torch.float8_e8m0fnu) if is_exponent else found
         if values.is_floating_point() and not values.float().isfinite().all():
@@ -187,10 +189,10 @@ def read_columns(index: Index, module: str, shape: list[int], kind: str,
     layouts = layouts_of(shape, blocks, index.find(f"{module}.g_idx", INTEGERS, [(inputs,)]))
     scales = index.part(f"{module}.scales", FLOATS, [
         (groups, outputs) for rows, groups in layouts if rows == outputs])
-    width = -(-words.numel() // inputs)
-    zeros = index.part(f"{module}.qzeros", WORDS, [(len(scales), width)])
+    zeros = index.part(f"{module}.qzeros", WORDS, [(len(scales), -(-words.numel() // inputs))])
+    bits, version = 32 * len(words) // inputs, 2 if kind == "gptq_v2" else 1
     found = (formulas.awq(words, zeros, scales) if kind == "awq"
-             else formulas.gptq(words, zeros, scales, 2 if kind == "gptq_v2" else 1))
+             else formulas.gptq(words, zeros, scales, bits, version))
     return found._replace(groups=layouts[outputs, len(scales)][1])
 
 

@@ -289,7 +289,7 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
     # the table of these angles is not used
     vars(described).update(found, original=config, max_position_embeddings=longest,
                            rope_parameters={"rope_type": "default", "rope_theta": 1.0},
-                           vocab_size=text.vocab_size)
+                           vocab_size=text.vocab_size, _name_or_path=config.name_or_path)
     return described
 
 

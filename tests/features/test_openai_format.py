@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from conftest import for_feature
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extensions.openai_format import (
@@ -47,7 +48,8 @@ def test_what_has_no_effect_is_accepted(llm):
                           "return_token_ids": False, "return_tokens_as_token_ids": False,
                           "return_weight_versions": False, "session_id": "a",
                           "return_token_offsets": False, "thinking_token_budget": -1,
-                          "truncation_side": "left", "mm_payload": "tensors"}, url)
+                          "truncation_side": "left", "mm_payload": "tensors",
+                          "routed_experts_prompt_start": 0}, url)
         with pytest.raises(ValueError, match="return_token_ids=True is not supported .*: omit it"):
             read(llm, body | {"return_token_ids": True}, url)
         # chat templates write special tokens themselves
@@ -106,13 +108,15 @@ def test_an_echo_alone_ends_as_if_nothing_was_generated(llm):
     assert found["usage"]["completion_tokens"] == 0
 
 
-@pytest.mark.parametrize("entries, most", [({"max_new_tokens": 7}, 7), ({}, None)])
-def test_the_most_tokens_of_a_chat(bundled, tmp_path, entries, most):
+@pytest.mark.parametrize("entries, most, impl", [
+    ({"max_new_tokens": 7}, 7, "native"), ({}, None, "native"),
+    *for_feature("transformers_models", ({"max_new_tokens": 7}, 7, "transformers"))])
+def test_the_most_tokens_of_a_chat(bundled, tmp_path, entries, most, impl):
     """As in vLLM, the model's file has the default of chats, but not that of completions."""
     folder = shutil.copytree(bundled, tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(entries))
     body: dict = {"messages": [{"role": "user", "content": "a"}]}
-    with LLM(folder, num_kv_blocks=8) as llm:
+    with LLM(folder, num_kv_blocks=8, model_impl=impl) as llm:
         assert read(llm, body, CHAT).params.max_tokens == most
         for name in ("max_tokens", "max_completion_tokens"):
             assert read(llm, body | {name: 9}, CHAT).params.max_tokens == 9

@@ -566,6 +566,14 @@ def test_damaged_parts(tmp_path, name):
                 opened(tmp_path, entries, found | {end: order}).read()
 
 
+@pytest.mark.parametrize("bits, outputs", [(4, 12), (4, 1), (2, 8), (3, 16), (3, 48), (8, 6)])
+def test_outputs_that_fill_no_whole_words(tmp_path, bits, outputs):
+    """GPTQModel fills the last word of zeros with unused bits."""
+    *parts, wanted = drawn(bits, (outputs, 96), 32, False)
+    entries = GPTQ | dict(bits=bits)
+    assert torch.equal(opened(tmp_path, entries, in_gptq(*parts, bits)).read(), wanted)
+
+
 def test_words_of_3_bits():
     """As GPTQModel packs them: 32 numbers in three words."""
     # of the numbers 0 to 7, four times

@@ -93,6 +93,17 @@ def test_tokens_are_those_of_the_model(make_fp8, entries, end):
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
 
 
+def test_the_size_of_groups_is_a_block(tmp_path):
+    """As AutoRound writes it, beside the same block."""
+    block = [32, 64]
+    numbers, scales, wanted = rounded(torch.randn(80, 160), block)
+    entries = ENTRIES | dict(weight_block_size=block, group_size=block)
+    parts = {"weight": numbers, "weight_scale_inv": scales}
+    assert torch.equal(opened(tmp_path, entries, parts).read(), wanted)
+    del entries["weight_block_size"]
+    assert torch.equal(opened(tmp_path, entries, parts).read(), wanted)
+
+
 def test_in_bfloat16(make_fp8, caplog):
     """The bits of a row do not depend on the schedule, and nothing is dequantized."""
     folder, model = make_fp8()
