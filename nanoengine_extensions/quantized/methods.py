@@ -126,6 +126,8 @@ def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
 def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
     # the second one in MiniMax M2
     yield "fmt", c.get("fmt") or "e4m3", ["e4m3", "float8_e4m3fn"]
+    # GPTQModel divides by weight_scale_inv, and DeepSeek multiplies by it
+    yield "weight_scale_semantics", c.get("weight_scale_semantics"), [None]
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
