@@ -14,7 +14,9 @@ ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
 # entries that ask for rounded activations, or a rounded KV cache
 ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme", "activation_scheme",
-               "activation_scale_ub", "kv_cache_quant_algo", "load_in_8bit")
+               "activation_scale_ub", "activation", "kv_cache_quant_algo", "load_in_8bit")
+# of GPTQModel and AutoRound: weights are rotated, so some products need rotated inputs
+ROTATIONS = "rotation", "rotation_config", "spinquant_config"
 # of compressed-tensors: how weights are stored, and their types and bits
 STORED = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
           "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
@@ -88,11 +90,9 @@ def blocks_in(c: dict[str, Any]) -> list[tuple[int, int]]:
     sizes = [max(0, int(size)) for size in re.findall(r"-?\d+", text)]
     given: list[Any] = [STRATEGIES.get(c.get("strategy", "")), BLOCKS.get(algorithm_of(c)),
                         sizes and (1, *sizes)[-2:]]
-    found = [*filter(None, given)][:1]
-    for name, each in c.items():
-        if isinstance(each, dict) and name not in ACTIVATIONS:
-            found += blocks_in(each)
-    return [*dict.fromkeys(found)]
+    others = (each for name, each in c.items() if name not in ACTIVATIONS)
+    inner = [blocks_in(each) for each in others if isinstance(each, dict)]
+    return [*dict.fromkeys(sum(inner, [*filter(None, given)][:1]))]
 
 
 def has_rounded_cache(c: dict[str, Any]) -> bool:
@@ -115,7 +115,6 @@ def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "packing_format", c.get("packing_format") or "auto", [*PACKING]
     yield "data_type", str(c.get("data_type") or "int")[:3], ["int"]
     yield "act_bits", c.get("act_bits") or 16, [16, 32]
-    yield "rotation_config", c.get("rotation_config") or c.get("spinquant_config"), [None]
     kind, bits = ("awq", [4]) if gptq_format(c) == "awq" else ("gptq", BITS)
     yield from ROWS[kind](c)
     # 16 and 32 bits: modules that are left out
@@ -127,6 +126,8 @@ def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
 def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
     # the second one in MiniMax M2
     yield "fmt", c.get("fmt") or "e4m3", ["e4m3", "float8_e4m3fn"]
+    # GPTQModel divides by weight_scale_inv, and DeepSeek multiplies by it
+    yield "weight_scale_semantics", c.get("weight_scale_semantics"), [None]
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
@@ -139,7 +140,8 @@ def check(entries: dict[str, Any]) -> None:
     method = entries.get("quant_method")
     if method not in ROWS:
         raise rejected("the model's quant_method", method, f"one of {[*ROWS]}; otherwise {INSTEAD}")
-    for name, value, accepted in ROWS[method](entries):
+    rotations = ((name, entries.get(name) or None, [None]) for name in ROTATIONS)
+    for name, value, accepted in (*ROWS[method](entries), *rotations):
         if value not in accepted:
             raise rejected(f"the model's quantization_config.{name}", value,
                            f"one of {accepted}; otherwise {INSTEAD}")

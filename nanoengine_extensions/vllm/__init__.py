@@ -204,7 +204,9 @@ class LLM(nanoengine.LLM):
         with naming("structured_outputs_config"):
             if unknown := without(dict(structured_outputs_config or {})):
                 raise rejected(*unknown.popitem(), "left out: it is not known")
-        options["features"] = [*(options.get("features") or []), Flat()]
+        given = options.get("features") or []
+        with naming(rejected("features", given, "a list of features")):
+            options["features"] = [*given, Flat()]
         super().__init__(model, **without(options))
         old = {} if options.get("generation_config") == "vllm" else vars(self.inputs.default_params)
         # the names in the file; one of them differs

@@ -670,6 +670,10 @@ AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_awq
     (AUTO_ROUND | dict(act_bits=8), "act_bits=8"),
     (AUTO_ROUND | dict(bits=3), "bits=3"),
     (AUTO_ROUND | dict(rotation_config=dict(a=1)), "rotation_config="),
+    (AUTO_ROUND | dict(spinquant_config=dict(a=1)), "spinquant_config="),
+    (GPTQ | dict(bits=4, rotation="hadamard"), "rotation='hadamard'"),
+    (AWQ | dict(rotation="random"), "rotation='random'"),
+    (dict(quant_method="fp8", weight_scale_semantics="inverse"), "semantics='inverse'"),
     (AUTO_ROUND | dict(extra_config=dict(a=dict(bits=2))), r"\['a'\].bits=2")])
 def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
     """explain.py says it first, if it is there, in the words of the config."""

@@ -460,6 +460,9 @@ def test_shapes_of_scales(tmp_path, entries, accepted):
 
 
 @pytest.mark.parametrize("entries, left_out", [
+    # as GPTQModel 7 writes it
+    (dict(quant_method="gptq", bits=4, rotation=None, activation=dict(mode="w4afp8")),
+     {"activation"}),
     (compressed("float-quantized") | dict(config_groups={
         "group_0": compressed("float-quantized")["config_groups"]["group_0"],
         "group_1": dict(targets=["LlamaAttention"], weights=None, input_activations=ROUNDED)}),

@@ -519,6 +519,11 @@ def test_what_comes_back(llm):
                       RequestOutput)
 
 
+def test_features_that_are_no_list(bundled):
+    with pytest.raises(ValueError, match="features=5 is not accepted: it must be a list"):
+        LLM(bundled, features=5)
+
+
 def test_flat_logprobs(llm):
     """As vLLM's class of this name has them: the same dicts, and columns."""
     params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1,
