@@ -131,11 +131,11 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
         # adds rows to the table
         extension("backends", f"attention_backend={name!r}")
     if name not in BACKENDS or not BACKENDS[name].works(device, dtype):
-        usable = [each for each in BACKENDS if BACKENDS[each].works(device, dtype)]
+        usable = [key for key, each in BACKENDS.items() if each.works(device, dtype)]
         if name != "auto":
             raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
         # "gather" works everywhere
-        name = max(usable, key=lambda each: BACKENDS[each].rank)
+        name = max(usable, key=lambda key: BACKENDS[key].rank)
     multiple = BACKENDS[name].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {name}")

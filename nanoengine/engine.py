@@ -108,8 +108,8 @@ class Engine:
         can be more.
         """
         too_many = len(batch.sampled) > self.config.max_num_seqs
-        num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
-        return too_many or 4 * num_awaited >= len(batch)
+        awaited = sum(row.seq.needs_tokens for row in batch.sampled)
+        return too_many or 4 * awaited >= len(batch)
 
     def _collect(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""

@@ -53,8 +53,8 @@ def load_config(folder: Path, load_format: str = "dummy",
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # not the architecture: EXAONE's config.json may name Llama's
-        is_ours = config.model_type in FAMILIES
-        if model_impl == "transformers" or model_impl == "auto" and not is_ours:
+        known = config.model_type in FAMILIES
+        if model_impl == "transformers" or model_impl == "auto" and not known:
             return extension("transformers_models", str(config.architectures)).describe(config)
         if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads

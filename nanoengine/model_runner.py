@@ -213,9 +213,10 @@ class ModelRunner:
 
 def choose_device(device: str) -> str:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
-    found = "cuda" if torch.cuda.is_available() else "cpu"
+    # after the question, forks of this process could not use a GPU
+    found = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     if device == "cuda" and found == "cpu":
-        raise rejected("device", device, "'cpu' or 'auto': there is no GPU")
+        raise rejected("device", device, "'cpu': there is no GPU")
     return found if device == "auto" else device
 
 
