@@ -244,8 +244,9 @@ def check_flags(flags: argparse.Namespace) -> None:
     """Raises ValueError for a limit out of range, an empty key, and an unusable address."""
     limits = {"max_waiting": 0, "max_body": 1, "timeout": 0, "graceful_timeout": 0}
     for name, least in limits.items():
-        if not vars(flags)[name] >= least:
-            raise rejected(f"--{name.replace('_', '-')}", vars(flags)[name], f"at least {least}")
+        value = getattr(flags, name)
+        if not value >= least:
+            raise rejected(f"--{name.replace('_', '-')}", value, f"at least {least}")
     if flags.api_key == "":
         raise rejected("--api-key", "", "a key, or left out")
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET

@@ -129,6 +129,7 @@ class Call(Attention):
     def gather(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
                key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """The same with transformers' own function, over gathered keys."""
+        eager = eager_of(module)
         pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
         out = []
@@ -145,7 +146,7 @@ class Call(Attention):
                 is_seen = self.recorded.mask(0, 0, positions, places) & (places <= positions)
                 mask = query.new_zeros(1, 1, *is_seen.shape)
                 mask.masked_fill_(~is_seen, torch.finfo(mask.dtype).min)
-                out.append(eager_of(module)(module, query[:, :, part], keys[..., :key.shape[3]],
+                out.append(eager(module, query[:, :, part], keys[..., :key.shape[3]],
                                  values[..., :value.shape[3]], mask, **options)[0])
         return torch.cat(out, dim=1)
 
@@ -283,8 +284,10 @@ def describe(config: PretrainedConfig) -> PretrainedConfig:
                 f"max_model_len is at most {longest}: beyond it, "
                 f"rope_type={each['rope_type']!r} depends on the longest sequence of a step")
     # a model for images can have these in either place
-    found = {name: next((value for each in (config, text) if (value := getattr(each, name, None))
-                         is not None), None) for name in ("quantization_config", "eos_token_id")}
+    found: dict[str, Any] = {}
+    for name in ("quantization_config", "eos_token_id"):
+        places = (getattr(each, name, None) for each in (config, text))
+        found[name] = next((value for value in places if value is not None), None)
     described = PretrainedConfig()
     # the table of these angles is not used
     vars(described).update(found, original=config, max_position_embeddings=longest,
