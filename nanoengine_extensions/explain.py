@@ -59,11 +59,11 @@ ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
 READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
-        "auto-round", "mxfp4", "gguf")
+        "auto-round", "mxfp4", "gguf", "mlx", "metal")
 # the ends of names that only tensors of quantized weights have
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".absmax", ".SCB")
 # where some tools store how a model is quantized: files, and an entry of config.json
-OLD = {"quantize_config.json", "quant_config.json", "compression_config"}
+OLD = {"quantize_config.json", "quant_config.json", "compression_config", "quantization"}
 
 Config = dict[str, Any]
 # a test of the config, what is wrong if it holds, and what the model must be
@@ -73,13 +73,13 @@ Kind = tuple[Callable[[Config], Any], str, str]
 def quantization(config: Config) -> str:
     """Returns the method by which a model is quantized, such as "hqq"; "" if there is none, or if
     the extension `quantized` knows it."""
-    names = ("quantization_config", "compression_config", "quantization")
+    names = ("quantization_config", "compression_config")
     found: Any = next((config[name] for name in names if config.get(name)), "")
     if not isinstance(found, dict):
         return str(found)
-    method = str(found.get("quant_method", found))
-    is_read = method in READ and found is not config.get("quantization")
-    return "" if is_read else method
+    # MLX does not name itself
+    method = str(found.get("quant_method", "mlx" if "bits" in found else found))
+    return "" if method in READ else method
 
 
 def listed(families: Iterable[str]) -> str:
@@ -120,14 +120,14 @@ def uncomputed(config: Config) -> str:
 
 SMALL_WINDOW = "has a sliding_window of {sliding_window} tokens", "a model with at least 2"
 UNREAD = (
-    "is quantized (quantization_config: {quantization}), which is not read",
+    "is quantized (quantization_config: {unread}), which is not read",
     "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
     "when it is loaded), or its version in GGUF, AWQ or GPTQ")
 ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
-    "quant_config.json or compression_config)", 'completed: config.json must have these under '
-    '"quantization_config", with a "quant_method": "gptq" or "awq"')
+    "quant_config.json, quantization or compression_config)", 'completed: config.json must have '
+    'these under "quantization_config", with a "quant_method": "gptq", "awq" or "mlx"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
@@ -141,12 +141,12 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
     (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True), *SMALL_WINDOW),
     # for a quantization_config, the extension `quantized` says what it reads
-    (lambda c: c["quantization"] and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
+    (lambda c: c["unread"] and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or loaded with model_impl='transformers'"))
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
-    (lambda c: c["quantization"], *UNREAD), ELSEWHERE,
+    (lambda c: c["unread"], *UNREAD), ELSEWHERE,
     (lambda c: c.get("is_causal", True) is not True,
      "lets its tokens see later ones (is_causal={is_causal}), which is not supported", WRITER),
     (has_small_window, *SMALL_WINDOW),
@@ -194,7 +194,7 @@ def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
     known = config | {"architecture": first, "names": names, "families": listed(ARCHITECTURES),
                       "model_impl": model_impl, "uncomputed": uncomputed(config),
-                      "architectures": architectures, "quantization": quantization(config),
+                      "architectures": architectures, "unread": quantization(config),
                       "usual": USUAL.get(str(config.get("model_type")), "LlamaForCausalLM")}
     kinds = OWN if first in ARCHITECTURES else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:

@@ -34,6 +34,7 @@ from nanoengine.model_runner import ModelRunner
 from nanoengine_extensions.quantized import methods, transformers_files
 from nanoengine_extensions.quantized.bitsandbytes_files import open_bitsandbytes
 from nanoengine_extensions.quantized.expert_files import open_mxfp4
+from nanoengine_extensions.quantized.mlx_files import open_mlx
 from nanoengine_extensions.quantized.scaled_files import open_scaled
 from nanoengine_extensions.quantized.stored import (
     Index, Opened, open_quantized, open_rounded)
@@ -109,7 +110,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
     in_config = getattr(runner.model_config, "quantization_config", None)
-    entries: dict[str, Any] = in_config or entries_beside(folder)
+    entries = methods.with_method(in_config or entries_beside(folder))
     if entries:
         methods.check(entries)
     elif not config.quantization:
@@ -220,9 +221,8 @@ def choose_opener(method: str, entries: dict[str, Any],
     others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_bitsandbytes}
     if method in others:
         return partial(others[method], index)
-    if method in ("awq", "gptq", "auto-round"):
-        return partial(open_quantized, index, entries)
-    return partial(open_scaled, index, entries)
+    columns = dict.fromkeys(("awq", "gptq", "auto-round"), open_quantized)
+    return partial((columns | {"mlx": open_mlx}).get(method, open_scaled), index, entries)
 
 
 def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:

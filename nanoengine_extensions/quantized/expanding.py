@@ -3,9 +3,9 @@
     weight = number * scale + added             added: the low, or minus the zero times the scale
 
 Numbers are small, and scales have so few bits that products with a zero are exact. So a fused
-multiply-add rounds once, as defined. A number u of 8 bits, which has no low, becomes floating point
-without a conversion: put into the mantissa of 1, it gives f = 1 + u / 256, and
-(u - zero) * scale = f * (256 * scale) - (256 + zero) * scale.
+multiply-add rounds once, as defined. A number u of 8 bits becomes floating point without a
+conversion: put into the mantissa of 1, it gives f = 1 + u / 256, and
+u * scale + added = f * (256 * scale) + (added - 256 * scale), where the difference is exact, too.
 """
 
 from itertools import chain
@@ -221,7 +221,8 @@ def open_scales(data, at, above, kind, width, block_size, per_word, scales):
     unit = 256 if width == 8 else 0
     for c in range(0, block_size, LANES):
         scale, zero, low = read_scales(data, at, above, kind, block_size, c)
-        added = low if has_lows else scale * (fill(np.float32(-unit)) - zero)
+        added = scale * (fill(np.float32(-unit)) - zero)
+        added = added + low if has_lows else added
         to = SCALES // LANES * c
         open_half(scale * fill(np.float32(times)), scales, to, per_word)
         open_half(added, scales, to + LANES, per_word)

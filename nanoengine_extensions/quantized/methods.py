@@ -29,6 +29,10 @@ BLOCKS = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128,
 ALGORITHMS = ["", *BLOCKS, "MIXED_PRECISION"]
 # of GPTQ
 BITS = [2, 3, 4, 8]
+# of MLX: bits, and inputs of a group
+MLX_MODES: dict[str, tuple[list, list]] = {
+    "affine": ([2, 3, 4, 5, 6, 8], [32, 64, 128]), "mxfp4": ([4], [32]), "mxfp8": ([8], [32]),
+    "nvfp4": ([4], [16])}
 # of AutoRound: the format that its files have
 PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
            "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
@@ -130,8 +134,27 @@ def fp8_rows(c: dict[str, Any]) -> Iterator[Row]:
     yield "weight_scale_semantics", c.get("weight_scale_semantics"), [None]
 
 
+def mlx_rows(c: dict[str, Any]) -> Iterator[Row]:
+    # modules that differ; False: one that is not quantized
+    others = {f"{name}.": each for name, each in c.items() if isinstance(each, dict)}
+    for name, each in ({"": c} | others).items():
+        mode = each.get("mode", "affine")
+        yield f"{name}mode", mode, [*MLX_MODES]
+        bits, groups = MLX_MODES.get(mode, ([], []))
+        yield f"{name}bits", each.get("bits"), bits
+        yield f"{name}group_size", each.get("group_size"), groups
+        yield f"{name}global_scale", each.get("global_scale", False), [False]
+
+
+def with_method(entries: dict[str, Any]) -> dict[str, Any]:
+    """Names the method of MLX, whose config does not. "metal" of transformers has its format."""
+    is_mlx = entries.get("quant_method", "mlx") in ("mlx", "metal") and "bits" in entries
+    return entries | {"quant_method": "mlx"} if is_mlx else entries
+
+
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
         "fp8": fp8_rows, "modelopt": modelopt_rows, "auto-round": auto_round_rows,
+        "mlx": mlx_rows,
         **dict.fromkeys(("bitsandbytes", "fbgemm_fp8", "mxfp4", "gguf"), lambda entries: iter(()))}
 
 

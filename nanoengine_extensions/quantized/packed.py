@@ -102,8 +102,8 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     outputs, inputs = weight.numbers.shape
     size = weight.group_size()
     group = next((each for each in (128, 64, 32, 16) if size and size % each == 0), 0)
-    storage = STORAGE.get(weight.scales.dtype, FLOAT)
-    scales, lows = weight.scales, weight.lows
+    scales, lows = in_half(weight.scales, weight.lows)
+    storage = STORAGE.get(scales.dtype, FLOAT)
     if storage == FLOAT:
         scales = scales.float()
         # with more bits, products in float32 would not be exact
@@ -138,8 +138,9 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     if by_sums:
         are_few = middle - 32 <= least and most < middle + 32
     width = FLOAT8 if has_floats else 6 if weight.bits == 8 and are_few else weight.bits
-    # expanding.py adds either lows or zeros, and reads no low for a number of 8 bits
-    if lows is not None and not by_sums and (zero != 0 or width == 8):
+    # expanding.py adds either lows or zeros; to numbers of 8 bits, a difference
+    if lows is not None and not by_sums and (zero != 0 or width == 8 and (
+            weight.above or not is_exact(lows.double() - 256 * scales.double()))):
         return None
     heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
     if isinstance(zero, Tensor):
@@ -165,6 +166,23 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     place(weight.numbers, order_of(group, width, dtype, by_sums), records[:, :, head:], group,
           added + (middle if by_sums else 0))
     return packed
+
+
+def in_half(scales: Tensor, lows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns scales and lows in float16, if it has all these numbers; otherwise, as they are."""
+    given = [each for each in (scales, lows) if each is not None]
+    halves = [each.half() for each in given]
+    # as bits, since a comparison can take the smallest numbers for 0
+    is_same = all(torch.equal(*(each.float().view(torch.int32) for each in pair))
+                  for pair in zip(halves, given))
+    if scales.dtype not in (torch.bfloat16, torch.float32) or not is_same:
+        return scales, lows
+    return halves[0], None if lows is None else halves[1]
+
+
+def is_exact(numbers: Tensor) -> bool:
+    """Whether float32 has these numbers."""
+    return torch.equal(numbers.float().double(), numbers)
 
 
 def table_of(values: Tensor | None, dtype: torch.dtype, by_sums: bool) -> Tensor | None:

@@ -377,6 +377,7 @@ PACKED: dict[str, tuple] = {
     "Q8_0": (8, 32, "half", False, False, True), "Q4_0": (4, 32, "half", False, False, True),
     "Q4_1": (4, 32, "half", True, False, False), "Q5_1": (8, 32, "half", True, False, False),
     "Q4_K": (4, 32, "nested", True, False, False), "Q5_K": (8, 32, "nested", True, False, False),
+    "MLX 8": (8, 64, "wide", True, False, False),
     "Q6_K": (8, 16, "nested", False, False, True), "Q3_K": (4, 16, "nested", False, False, True),
     "AWQ": (4, 128, "half", False, True, False), "in bfloat16": (8, 64, "wide", False, True, False),
     "a row": (4, 512, "wide", False, False, True),
@@ -390,8 +391,8 @@ WITH_SUMS = [name for name in PACKED if name != "FP8"]
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
          has_zeros: bool, has_sign: bool, values: Tensor | None = None) -> formulas.Grouped:
-    # those with lows have at most 5 bits in files
-    most = 32 if bits == 8 and has_lows else 2**bits
+    # except in MLX's files, those with lows have at most 5 bits
+    most = 32 if bits == 8 and has_lows and storage != "wide" else 2**bits
     numbers = torch.randint(most, (outputs, inputs))
     if has_sign:
         numbers -= 2 ** (bits - 1)
@@ -407,10 +408,15 @@ def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_low
 
     above = [(torch.randn(outputs, inputs // 256) * 1e-4).half() for _ in range(1 + has_lows)]
     zeros = torch.randint(2**bits, size, dtype=torch.uint8) if has_zeros else None
+    own = scales()
+    lows = scales() if has_lows else None
+    if lows is not None and storage == "wide":
+        # as MLX: one number of each group stands for nearly 0
+        lows = (own * -torch.randint(1, 256, size)).to(own.dtype)
     return formulas.Grouped(
-        numbers.to(torch.int8 if has_sign else torch.uint8), scales(), zeros,
-        torch.arange(inputs) // group, bits,
-        scales() if has_lows else None, tuple(above) if storage == "nested" else (), values)
+        numbers.to(torch.int8 if has_sign else torch.uint8), own, zeros,
+        torch.arange(inputs) // group, bits, lows,
+        tuple(above) if storage == "nested" else (), values)
 
 
 def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, bias: Tensor | None,
