@@ -1,7 +1,7 @@
 """Kernels in Triton for decoders on a GPU: tensors in, tensors out. They need no engine.
 
     optimize(model)         fewer and faster kernels for norms, rotation and SwiGLU of a decoder
-    paged_attention(…)      attention over keys and values that lie in blocks
+    paged_attention(…)      attention over a paged KV cache
     rms_norm(…), swiglu(…), store_heads(…)
                             the other kernels, as functions of tensors
     truncate(…), draw(…)    sampling: the likeliest tokens of each row, and one token of each row
