@@ -42,13 +42,13 @@ MORE_VALUES = {"load_format": "dummy", "attention_backend": "backends",
 
 
 def entries_of(docstring: str) -> dict[str, str]:
-    """What a docstring says in entries, `name: text`, with the text in one line."""
+    """The entries of a docstring, `name: text`, each text in one line."""
     lines = re.sub(r"\n {4,}(?=\S)", " ", inspect.cleandoc(docstring))
     return dict(re.findall(r"^(\w+): (.*)$", lines, flags=re.MULTILINE))
 
 
 def prose_of(docstring: str) -> str:
-    """The paragraphs of a docstring that are no entries and no code, in one line."""
+    """The paragraphs of a docstring, without entries and code, in one line."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return " ".join(" ".join(each.split()) for each in paragraphs
                     if not entries_of(each) and not each.startswith("    "))

@@ -29,8 +29,8 @@ The engine needs no other package in this repository.
 import os
 
 # OpenMP's threads spin while they wait for each other, by default for milliseconds. If they spin a
-# tenth as long, steps beside another busy program are more than twice as fast. PyTorch reads this
-# when it is imported.
+# tenth as long, steps alongside another busy program are more than twice as fast. PyTorch reads
+# this when it is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 

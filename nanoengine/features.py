@@ -118,7 +118,7 @@ def strict(kind: type) -> type:
 
 def check(options: object, conditions: list[Condition]) -> None:
     """Raises ValueError for the first condition that does not hold, and for an option of a feature
-    that is not installed. A feature can have further CONDITIONS in its file."""
+    that is not installed. A feature can have more CONDITIONS in its file."""
     for feature, asked in asked_by(options).items():
         conditions = conditions + getattr(extension(feature, asked), "CONDITIONS", [])
     for name, holds, accepted in conditions:

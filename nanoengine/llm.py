@@ -1,4 +1,4 @@
-"""`LLM`: what a user calls.
+"""`LLM`: the calls of a user.
 
 `requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs the
 sequences. `generate` and `stream` are loops over `steps_for`.

@@ -1,4 +1,5 @@
-"""What the operating system and its libraries provide: memory, threads, features of the CPU."""
+"""Memory, threads and features of the CPU, as the operating system and its libraries provide
+them."""
 
 import ctypes
 import functools

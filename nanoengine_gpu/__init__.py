@@ -19,5 +19,5 @@ from nanoengine_gpu.sampling import draw, truncate
 
 __all__ = ["draw", "optimize", "paged_attention", "rms_norm", "store_heads", "swiglu", "truncate"]
 
-# what an engine can use without checking the device
+# the functions that an engine can use without checking the device
 KERNELS = {each.__name__: each for each in (optimize, paged_attention, truncate, draw)}

@@ -1,4 +1,4 @@
-"""Whether a module computes the same as one of transformers: both get random numbers."""
+"""Tests whether a module computes the same as one of transformers: both get random numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

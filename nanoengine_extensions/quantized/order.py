@@ -1,4 +1,4 @@
-"""Where numbers lie in the record of a packed weight (packed.py), and how they get there."""
+"""The order of numbers in the record of a packed weight (packed.py); the loop that stores them."""
 
 import functools
 from collections.abc import Callable

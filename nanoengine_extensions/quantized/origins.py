@@ -44,7 +44,7 @@ class Origin(Tensor):
         found = func(*tree_map(as_meta, args), **tree_map(as_meta, kwargs or {}))
         first = args[0] if isinstance(args[0], list) else [args[0]]
         if func._schema.is_mutable:
-            # what is written is not in the files
+            # written values are not in the files
             for each in first[0].sources:
                 each.parts = None
             return first[0]

@@ -27,7 +27,7 @@ EXPONENTS = ("U8", "F8_E8M0")
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 Kinds = tuple[str, ...]
 Shapes = Sequence[Sequence[int]]
-# the type of tensors that are quantized when they are read begins with this
+# the prefix of the type of tensors that are quantized when they are read
 ROUNDED = "rounded"
 
 

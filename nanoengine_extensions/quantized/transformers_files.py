@@ -27,8 +27,8 @@ def load(tensors: Opened, kind: Any, folder: object, config: Any,
 
 
 def check_parts(tensors: Opened, found: dict[str, Any]) -> None:
-    """Raises ValueError for a tensor that nothing reads beside a quantized weight of the model: it
-    can change what the weight stands for. tensors: by the names in the files"""
+    """Raises ValueError for an unused tensor beside a quantized weight of the model: it can change
+    the meaning of the weight. tensors: by the names in the files"""
     unused = found["unexpected_keys"]
     modules = {name.rpartition(".")[0] for name, each in tensors.items()
                if each.is_quantized and name not in unused}
