@@ -262,16 +262,18 @@ def soften(scores, weights, totals, state, oldest, newest, scale, cap):
 
 @inlined()
 def find_tile(task, starts, tiles, positions, sequence_of_token):
-    """(begin, end, last, kv_head, sequence): a task computes the queries for one KV head of a tile,
-    the tokens from `begin` to `end` of a step. The last token's position is `last`."""
+    """Returns (begin, end, last, kv_head, sequence) of a task, which computes the queries for one
+    KV head of a tile: the tokens from `begin` to `end` of a step. The last token's position is
+    `last`."""
     begin, end = starts[task % tiles], starts[task % tiles + 1]
     return begin, end, positions[end - 1], task // tiles, sequence_of_token[begin]
 
 
 @inlined()
 def find_keys(base, tile, block_tables, window, kv, shape):
-    """The first key of the first span, at or after `base`, that a tile of tokens sees, and where
-    the span's tiles of keys begin, in K or V of a layer. The rest of the span repeats the last."""
+    """Returns the first key of the first span, at or after `base`, that a tile of tokens sees, and
+    the places where the span's tiles of keys begin in K or V of a layer. Tiles after the last key
+    repeat its tile."""
     begin, end, last, kv_head, sequence = tile
     _, width, _, block_size, per_word, unit = shape
     base = max(base, (last + 2 - (end - begin) - window) // unit * unit)

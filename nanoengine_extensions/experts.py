@@ -106,7 +106,7 @@ class Experts(nn.Module):
         run_call(first + self.placed(both, 1, middle, outs, spans))
 
     def placed(self, both: Any, which: int, x: Tensor, out: Tensor, spans: Any) -> list[int]:
-        """Returns one call for the calls of the first (0) or the second linears of some experts.
+        """Returns one call that runs the calls of some experts' first (0) or second (1) linears.
 
         x, out: the inputs and outputs of all rows
         spans: each expert's first row, and how many rows it has

@@ -42,7 +42,7 @@ NO_CONFIG: tuple[Row, ...] = (
 # contents of a folder without safetensors
 NO_WEIGHTS: tuple[Row, ...] = (
     ("adapter_model*", "has only an adapter (LoRA) of the weights", MERGED),
-    ("pytorch_model*", "has its weights in {name}, which can hold any code and is not read",
+    ("pytorch_model*", "has its weights in {name}, which can hold arbitrary code and is not read",
      CONVERTED),
     ("consolidated*", "has its weights in its maker's own format", FOR_TRANSFORMERS),
     ("*.safetensors", "has its weights in {name}, which is not read",

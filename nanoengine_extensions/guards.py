@@ -1,4 +1,4 @@
-"""Guards: refuse guarantees that an engine cannot keep, and policies that would break it.
+"""`Guards`: refuses guarantees that an engine cannot keep, and policies that would break it.
 
 An observer of requests and steps.
 """

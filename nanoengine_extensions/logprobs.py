@@ -91,7 +91,8 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
 
 
 def begun_in(token_ids: list[int], tokenizer: Any) -> list[int]:
-    """Returns the last of these tokens that have no text yet: they end within a character."""
+    """Returns the last of these tokens, if they have no text yet because they end within a
+    character."""
     end = len(token_ids)
     # a character has at most four bytes
     while end and all(
