@@ -216,7 +216,7 @@ def read_scales(data, at, above, kind, block_size, c):
 def open_scales(data, at, above, kind, width, block_size, per_word, scales):
     """Stores the factors of a group's numbers, and the numbers that are added to the products."""
     has_lows = kind[2]
-    # numbers of 8 bits are divided by 256, and others than FP8 are in the mantissa of 1
+    # 8-bit numbers were divided by 256; all but FP8 are in the mantissa of 1
     times = 256 if width >= 8 else 1
     unit = 256 if width == 8 else 0
     for c in range(0, block_size, LANES):

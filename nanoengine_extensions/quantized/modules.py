@@ -160,8 +160,9 @@ def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool,
 
 def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype,
             is_whole: bool = True) -> bool:
-    """Whether one product can combine some parts: all are packed for the same kernel, and have the
-    same inputs; if they are whole, not halves, blocks of a part follow those of the last one."""
+    """Whether one product can combine some parts: all are packed for the same kernel, with the same
+    inputs. If they are whole, not halves, each part but the last must fill whole blocks of
+    outputs."""
     if any(part.ndim > 1 for part in parts):
         return False
     forms = [packed.form_of(part) for part in parts]

@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
     group, record, head: inputs of a group, bytes of its record, and bytes before its numbers.
     storage: how scales are stored; zero: the zero of all groups, unless they have_zeros.
-    nested: groups with one scale above theirs; 0: there is none.
+    nested: how many groups a super-block has; 0: there are no super-blocks.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
     width: how numbers are read: in 4 bits, or in 8 bits, of which they need 6 or 8; FLOAT8.
