@@ -2,7 +2,7 @@
 
     sums    32 rows x 32, float32, in two by two tiles
     for each 16 words of depth:
-        left    32 rows x 16 words, two tiles, one below the other
+        left    32 rows x 16 words, two tiles, upper and lower
         right   16 lines x 32 words, two tiles
         each sum += its left times its right
 
@@ -99,7 +99,8 @@ def end_tiles(builder):
 
 
 def upper_and_lower(builder, below):
-    """Tiles one below the other: their number and their first row. There may be no lower one."""
+    """Yields the number and the first row of the upper tile, and of the lower one if there is
+    one."""
     yield 0, below.type(0)
     with builder.if_then(builder.icmp_unsigned("!=", below, below.type(0))):
         yield 1, below

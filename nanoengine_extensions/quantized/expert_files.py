@@ -29,7 +29,7 @@ GROUP = 32
 class Matrices(Stored):
     """The matrices of a layer's experts as one tensor, (experts, outputs, inputs).
 
-    parts: for each expert, matrices (outputs, inputs), one below the other
+    parts: for each expert, matrices (outputs, inputs), whose rows are concatenated
     is_transposed: whether the tensor is (experts, inputs, outputs)
     """
 

@@ -92,7 +92,7 @@ def add_keys_and_values(tensors: Opened, num_heads: int, name: str) -> None:
 
 
 def in_one(parts: list[Stored]) -> Stored:
-    """Returns the rows of several matrices, one below the other."""
+    """Concatenates the rows of several matrices."""
     shape = [sum(each.shape[0] for each in parts), parts[0].shape[1]]
     return Stored("F32", shape, lambda: torch.cat([each.read() for each in parts]))
 
