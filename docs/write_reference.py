@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reference.md, from the source that they are about.
+"""Writes the tables of docs/reference.md, from the source code.
 
     python docs/write_reference.py                  # writes the tables of the file
     python docs/write_reference.py RequestOutput    # prints a table that is not in the file
@@ -42,13 +42,13 @@ MORE_VALUES = {"load_format": "dummy", "attention_backend": "backends",
 
 
 def entries_of(docstring: str) -> dict[str, str]:
-    """What a docstring says in entries, `name: text`, with the text in one line."""
+    """The entries of a docstring, `name: text`, each text in one line."""
     lines = re.sub(r"\n {4,}(?=\S)", " ", inspect.cleandoc(docstring))
     return dict(re.findall(r"^(\w+): (.*)$", lines, flags=re.MULTILINE))
 
 
 def prose_of(docstring: str) -> str:
-    """The paragraphs of a docstring that are no entries and no code, in one line."""
+    """The paragraphs of a docstring, without entries and code, in one line."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return " ".join(" ".join(each.split()) for each in paragraphs
                     if not entries_of(each) and not each.startswith("    "))
@@ -74,7 +74,7 @@ def first_sentence(text: str) -> str:
 
 
 def without_comparisons(text: str) -> str:
-    """A meaning without the values that are only there to be compared with."""
+    """A meaning without the values that exist only for comparison."""
     return re.sub(r"; for comparison,? .*?(?=\. [A-Z]|\.$)", "", text)
 
 
@@ -144,7 +144,7 @@ def fields(kind: Any) -> str:
 
 
 def calls() -> str:
-    """The methods of `LLM`; what some return is a feature's, whose function has the arguments."""
+    """The methods of `LLM`; some only call a feature's function, which has the arguments."""
     rows = []
     for name, method in vars(LLM).items():
         if name.startswith("_") or not inspect.isfunction(method):

@@ -117,7 +117,7 @@ def row_of(line: bytes) -> dict[str, Any]:
 def finite(text: str) -> float:
     """Returns the number in a text. Raises an error for what cannot be written as JSON: 1e999."""
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number of JSON, or too large")
+        raise ValueError(f"{text} is not a JSON number, or is too large")
     return number
 
 
@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-i", "--input", required=True, help="a file, a folder or a URL")
     parser.add_argument("-o", "--output", required=True, help="a new folder, or its URL")
-    parser.add_argument("--input-format", choices=FORMATS, help="default: what the input ends in")
+    parser.add_argument("--input-format", choices=FORMATS, help="default: by the input's ending")
     parser.add_argument("--output-format", choices=FORMATS, help="default: that of the input")
     parser.add_argument("--model", default=str(BUNDLED))
     parser.add_argument("--replicas", type=lambda text: [*map(int, text.split(","))], default=[1],

@@ -179,7 +179,7 @@ def read_prompts(file: Path, inputs: InputProcessor) -> list[list[int]]:
     """Returns the prompts in a file, one in each line: a text, or JSON with a text or token ids.
 
     Lines end with a newline, or carriage return and newline; other separators belong to a prompt.
-    Raises ValueError for a line that is no prompt of this model, with its number.
+    Raises ValueError for a line that is not a prompt of this model, with its number.
     """
     with naming(file):
         lines = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").split("\n")

@@ -34,7 +34,7 @@ class Cost:
 
     Its weights of 16.1 GB (bf16) are read at 85 % of 2.04 TB/s; a token takes 16 GFLOP at 65 % of
     312 TFLOP/s; PCIe moves 25 GB/s; K and V get 90 % of the memory, less the weights and 2 GB. The
-    times are added up, although a GPU does some of this at once: a little too slow.
+    times are added up, although a GPU does some of this at once, so they are a little too long.
     """
 
     name: str = "Llama-3-8B in bf16 on an A100-80GB"

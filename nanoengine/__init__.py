@@ -9,7 +9,7 @@ A map, from a user's calls inwards (docs/tutorial/README.md follows one request 
     sequence.py         the tokens and blocks of one completion; the description of one step
     engine.py           the step loop, plain or running ahead
     scheduler.py        two queues, one batch a step, preemption
-    policies.py         two ways to fill a step, as small functions
+    policies.py         batching, queue order, victims and block allocation, as small functions
     block_manager.py    the life of a block: tables, references, prefix hashes, forks
     model_runner.py     from a batch to tokens, on a CPU or a GPU
     step_inputs.py      the inputs of a step, in one buffer
@@ -17,7 +17,7 @@ A map, from a user's calls inwards (docs/tutorial/README.md follows one request 
     model.py            one decoder for the Llama family
     attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
     sampler.py          from logits to tokens
-    loader.py           from a folder to a model with its weights
+    loader.py           from a folder to a config, a tokenizer and a model with its weights
     features.py         optional features, their options, and the errors for bad input
     observers.py        what an optional feature can do, and when
     kernels.py          finds the libraries of fast kernels
@@ -28,8 +28,9 @@ The engine needs no other package in this repository.
 
 import os
 
-# OpenMP's threads wait for each other in a loop, by default for milliseconds. With a tenth of that,
-# steps beside another busy program are more than twice as fast. PyTorch's import reads this.
+# OpenMP's threads spin while they wait for each other, by default for milliseconds. If they spin a
+# tenth as long, steps alongside another busy program are more than twice as fast. PyTorch reads
+# this when it is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 

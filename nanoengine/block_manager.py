@@ -1,4 +1,4 @@
-"""`BlockManager`: which sequence holds which block of the KV cache, and which blocks other
+"""`BlockManager`: tracks which sequence holds which block of the KV cache, and which blocks other
 sequences can reuse.
 
 Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging and copy on

@@ -11,7 +11,7 @@ one call (a *replay*):
 A graph fixes the number of sequences and the width of the block tables. There are graphs for a few
 batch sizes ("buckets"); a decode step of another size is padded with dummy sequences, which read
 and write block 0. Each size has a graph with tables for `max_model_len` tokens. Small sizes have
-further graphs with narrower tables.
+more graphs, with narrower tables.
 
 A graph replays a fixed list of kernels, but sampling launches different kernels for different
 requests. So a graph ends with the hidden states; logits and sampling come after its replay.

@@ -76,7 +76,7 @@ class Engine:
         If the engine runs ahead, it launches the next step before it waits for the step in
         flight, whose sequences it returns. A sequence that needs its last token
         on the host (`Sequence.is_awaited`) is left out of the next step, and so runs only every
-        other step. If there are many of them, this call launches no step.
+        other step. If there are many such sequences, this call launches no step.
         """
         if not self.runner:
             raise RuntimeError("the LLM is closed: make a new one")

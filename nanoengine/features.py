@@ -64,7 +64,7 @@ def extension(name: str, asked: str = "") -> ModuleType:
     """
     if module := optional(f"nanoengine_extensions.{name}"):
         return module
-    raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")
+    raise ValueError(f"{asked or name} needs nanoengine_extensions/{name} and its packages")
 
 
 # ------------------------------------------------------------------------------ their options
@@ -118,7 +118,7 @@ def strict(kind: type) -> type:
 
 def check(options: object, conditions: list[Condition]) -> None:
     """Raises ValueError for the first condition that does not hold, and for an option of a feature
-    that is not installed. A feature can have further CONDITIONS in its file."""
+    that is not installed. A feature can have more CONDITIONS in its file."""
     for feature, asked in asked_by(options).items():
         conditions = conditions + getattr(extension(feature, asked), "CONDITIONS", [])
     for name, holds, accepted in conditions:

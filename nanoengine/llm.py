@@ -1,4 +1,4 @@
-"""`LLM`: what a user calls.
+"""`LLM`: the calls of a user.
 
 `requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs the
 sequences. `generate` and `stream` are loops over `steps_for`.
@@ -273,7 +273,7 @@ class LLM(AbstractContextManager):
 
     # ------------------------------------------------------------------------------ the rest
 
-    # the requests that have not ended, by number
+    # the requests that have not ended, by id
     active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
 
     def metrics(self) -> dict[str, Any]:
@@ -285,7 +285,8 @@ class LLM(AbstractContextManager):
     trace = property(lambda self: extension("metrics").metrics_of(self.engine).trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns what `sampling_params=None` stands for: see generation_config.py."""
+        """Returns the parameters that `sampling_params=None` stands for: see
+        generation_config.py."""
         return self.inputs.default_params.clone()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -23,7 +23,7 @@ from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table
 
 # the transformers classes that `Decoder` can replace
 ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
-# what every family has in config.json; transformers assumes the same for a missing entry
+# values that all families share in config.json; transformers assumes them for missing entries
 USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
 
 

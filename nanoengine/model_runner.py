@@ -213,7 +213,7 @@ class ModelRunner:
 
 def choose_device(device: str) -> str:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
-    # after the question, forks of this process could not use a GPU
+    # asking PyTorch can keep forks of this process from using a GPU
     found = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     if device == "cuda" and found == "cpu":
         raise rejected("device", device, "'cpu': there is no GPU")

@@ -1,4 +1,4 @@
-"""What an optional feature can do: the methods of `Feature`, and when the engine calls them.
+"""`Feature`: the methods of an optional feature, and when the engine calls them.
 
 A feature of your own works like those in nanoengine_extensions:
 

@@ -50,7 +50,7 @@ class SamplingParams:
         likeliest tokens at each position, and of the sampled token. 0: only of the sampled token;
         -1: of all tokens.
     prompt_logprobs: the same for each token of the prompt except the first, in
-        `RequestOutput.prompt_logprobs`. The prompt is then computed again, whatever is cached.
+        `RequestOutput.prompt_logprobs`. The prompt is then computed again, even if it is cached.
     prompt_logprobs_start: the position of the first token that needs prompt_logprobs. Earlier
         tokens have None, and can come from the prefix cache.
     presence_penalty: subtracted from the logits of tokens that were generated before.

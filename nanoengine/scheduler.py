@@ -1,5 +1,5 @@
-"""`Scheduler`: which sequences the next step computes, how many tokens of each, and which are
-preempted.
+"""`Scheduler`: decides which sequences the next step computes, how many tokens of each, and which
+sequences are preempted.
 
 Two deques, waiting and running, and one `Batch` for each step. Plain Python: it knows tokens and
 blocks, but not tensors or text. The policies are functions in policies.py.
@@ -132,7 +132,7 @@ class Scheduler:
         batch.budget -= num_tokens
 
     def can_admit_head(self) -> bool:
-        """Whether there is room, and blocks, for the first waiting sequence."""
+        """Whether the first waiting sequence can run: a place and enough blocks are free."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs:
             return False
         head = self.waiting[0]

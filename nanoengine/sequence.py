@@ -21,8 +21,8 @@ import xxhash
 
 from nanoengine.sampling_params import SamplingParams
 
-# What the sampler returns for a row whose logits allow no token. Negative numbers near 0 are
-# pending tokens: see `Sequence.token_ids`.
+# The sampler's result for a row whose logits allow no token. Negative numbers near 0 are pending
+# tokens: see `Sequence.token_ids`.
 NO_TOKEN = -(2**30)
 
 

@@ -18,8 +18,8 @@ Layout = tuple[tuple[str, tuple[int, ...], int], ...]
 
 
 class Draws(NamedTuple):
-    """What sampling needs for each row, as (R,) float64 tensors: parameters, and a number in [0, 1)
-    that decides the draw."""
+    """The sampling parameters of each row, and the number in [0, 1) that decides its draw, as (R,)
+    float64 tensors."""
 
     temperature: Tensor
     min_p: Tensor
@@ -44,7 +44,7 @@ class StepShape(NamedTuple):
 
 @dataclass
 class StepInputs:
-    """What the device needs for one step: T tokens of S sequences, R rows to sample.
+    """The inputs of one step on the device: T tokens of S sequences, R rows to sample.
 
     buffer: int32; all tensors below are views of it.
     num_decodes: how many sequences at the start of the batch compute one token each.

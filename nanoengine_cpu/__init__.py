@@ -13,7 +13,7 @@ from nanoengine_cpu.sampling import first_max, truncate
 __all__ = ["check_process", "empty_cache", "end_threads", "first_max", "has_bfloat16",
            "knows_attention", "optimize", "paged_attention", "truncate"]
 
-# what an engine can use without checking the device
+# the functions that an engine can use without checking the device
 KERNELS = {each.__name__: each for each in (
     optimize, knows_attention, empty_cache, truncate, first_max, has_bfloat16, check_process,
     end_threads)}

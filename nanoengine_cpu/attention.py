@@ -1,4 +1,4 @@
-"""Paged attention for the CPU, with head norms, rotation and the writing of K and V.
+"""Paged attention on a CPU, fused with head norms, rotation and the writing of K and V.
 
     for each tile of tokens of a sequence and each KV head:
         norm and rotate its keys, write its K and V to the cache
@@ -9,33 +9,32 @@
             softmax   of each row: scores become weights; sums so far may shrink
             values    rows x head_dim: weights times values are added to the sums
 
-The cache is kv[0 or 1, block, kv_head], K and V of one head, as 32-bit words: one float32, or two
-bfloat16. Keys and values are in tiles of 16 keys; each line is read as vectors (`vectors.py`).
+kv[0 or 1, block, kv_head] is the K or V of one head in a block, in 32-bit words: one float32 or two
+bfloat16 each. Keys and values lie in tiles of 16 keys; each line is read as vectors (`vectors.py`).
 
     a tile of K: [word: head_dim][16 keys]           a tile of V: [word: keys][head_dim]
         k0[0:2] k1[0:2] k2[0:2] …                       v0[0],v1[0]  v0[1],v1[1]  …
         k0[2:4] k1[2:4] k2[2:4] …                       v2[0],v3[0]  v2[1],v3[1]  …
 
 Blocks are padded to whole tiles, head_dim to whole vectors. A slot that was never written can hold
-NaN: its scores are replaced, and its values reach no result; the other half of a pair is set to 0
-if it is NaN or infinity.
-(NaN or infinity that was written reaches all tokens of its tile: 0 times NaN is NaN.)
+NaN: its scores are masked, and its values never reach a result. In a pair of values, `write` sets
+the other half to 0 if it is NaN or infinity. (NaN or infinity that was written does reach all
+tokens of its tile, since 0 times NaN is NaN.)
 
-On a CPU with instructions for products of matrices (`tiles.py`), 16 of these lines form a tile.
+On a CPU with AMX (`tiles.py`), 16 of these lines form a tile of AMX.
 
-A tile of few tokens waits for memory. So while it reads the keys of a span, it prefetches the
-values, and while it reads the values, the keys of the next span or task. In `qkv`, a head is far
-from the same head of the next token, so each head is prefetched a few tokens ahead.
+With few tokens, a tile is limited by memory. So while it reads the keys of a span, it prefetches
+the values, and while it reads the values, it prefetches the keys of the next span or task. In
+`qkv`, the same head of two tokens is far apart, so each head is prefetched a few tokens ahead.
 
-The softmax goes once over the keys (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2:
-Dao, 2023, arXiv:2307.08691) and the keys lie in blocks (PagedAttention: Kwon et al., 2023,
-arXiv:2309.06180). Spans begin at fixed positions, and each sum goes over them in one order: a token
-has the same bits whatever else runs, and however its prompt was chunked. The plain version that the
-tests compare with is `plain_attention` in `tests/cpu/reference.py`.
+The softmax is online (Milakov & Gimelshein, 2018, arXiv:1805.02867; FlashAttention-2: Dao, 2023,
+arXiv:2307.08691), and the keys lie in blocks (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
+Spans begin at fixed positions, and each sum adds them in a fixed order. So a token has the same
+bits whatever else runs, and however its prompt was chunked. The tests compare it with
+`plain_attention` in `tests/cpu/reference.py`.
 
 Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
-(Xiao et al., 2023, arXiv:2309.17453): a score before all keys, which takes a weight and has no
-value.
+(Xiao et al., 2023, arXiv:2309.17453): one more score in its softmax, without a value.
 """
 
 import functools
@@ -57,7 +56,7 @@ from nanoengine_cpu.vectors import (
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
 INDICES = np.arange(SPAN, dtype=np.float32)
-# where lines that lie in one piece begin
+# the start of lines that lie in one piece
 ONE_PIECE = np.zeros(1, np.int64)
 # where the vectors of a line of V begin, for a head_dim of up to 4,096
 COLUMNS = np.arange(0, 4096, LANES)
@@ -69,7 +68,7 @@ TILED_HEAD_DIMS = range(2 * LANES, 257, 2 * LANES)
 TAIL = LANES * max(TILED_HEAD_DIMS)
 # how many tokens ahead a head is prefetched
 AHEAD = 4
-# what a row has so far: 16 sums of its weights, and the maximum of its scores, scaled
+# the state of a row: 16 partial sums of its weights, and the scaled maximum of its scores
 WEIGHTS, MAXIMUM, STATE = 0, LANES, 2 * LANES
 # a masked score, and the maximum before the first score: 2^(HIDDEN - LOWEST) is 0
 HIDDEN = np.float32(-1e30)
@@ -98,8 +97,8 @@ def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, he
                 dtype: torch.dtype) -> Tensor:
     """K and V of all layers, (layers, 2, num_blocks, block_size, kv_heads, numbers).
 
-    The system provides the memory when it is first written to. Only the kernel knows how the
-    numbers of a head lie, and are padded, within a block: copy whole blocks only.
+    The system provides the memory when it is first written to. Only the kernel knows the layout and
+    the padding within a block, so copy whole blocks only.
     """
     shape = layers, 2, num_blocks, kv_heads, block_size, numbers_per_token(head_dim, block_size)
     return in_huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape).transpose(3, 4)
@@ -128,7 +127,8 @@ def inverse_rms(row, size, eps):
 @inlined()
 def norm_and_rotate(head, weight, cos, sin, out, eps, head_dim):
     """RMSNorm (unless eps is negative) and RoPE of one head, (head_dim,)."""
-    # head_dim is a constant to numba, but `end` is not: fewer variants, see `copy_rows`
+    # numba knows head_dim as a constant, but not `end`: so it compiles fewer variants, see
+    # `copy_rows`
     half, end = head_dim // 2, head_dim // 2 * 2
     scale = fill(inverse_rms(head, end, eps) if eps >= 0 else np.float32(1))
     for d in range(0, half, LANES):
@@ -161,7 +161,7 @@ def write(space, value, keys, values, offset, head_dim, width, per_word):
 
 @inlined()
 def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon):
-    """out[r, c] += the sum over k < depth of left[r, k] * right[k, c], in one order.
+    """out[r, c] += the sum over k < depth of left[r, k] * right[k, c], in a fixed order.
 
                  left       a line of right                 a piece of lines    columns are in
         scores   queries    one word from each of 16 keys   all                 tiles of keys
@@ -169,7 +169,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
 
     left, out: words, and float32; a row begins `pitch` words after the row before
     right: words; each piece of its lines begins at one of `starts`
-    lines: (how many are in a piece, how far apart they begin)
+    lines: (how many a piece has, the distance between two)
     columns: where each vector begins, in the first line
     panel: (rows, vectors, per_word, is_tiled): how much is multiplied, how many numbers a word
         holds, and whether AMX multiplies: it takes 16 lines at a time, all of them finite
@@ -180,7 +180,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
     in_piece, line = lines
     words_soon, starts_soon, all_rows = soon
     rows, vectors, per_word, is_tiled = panel
-    # where a global says that there are no tiles, numba leaves them out, and compiles faster
+    # if this global says that there are no tiles, numba drops this branch, and compiles faster
     if HAS_TILES and is_tiled:
         below = rows - min(rows, LANES)
         load_sums(out, pitch, below)
@@ -262,16 +262,18 @@ def soften(scores, weights, totals, state, oldest, newest, scale, cap):
 
 @inlined()
 def find_tile(task, starts, tiles, positions, sequence_of_token):
-    """(begin, end, last, kv_head, sequence): a task computes the queries for one KV head of a tile,
-    the tokens from `begin` to `end` of a step. The last token's position is `last`."""
+    """Returns (begin, end, last, kv_head, sequence) of a task, which computes the queries for one
+    KV head of a tile: the tokens from `begin` to `end` of a step. The last token's position is
+    `last`."""
     begin, end = starts[task % tiles], starts[task % tiles + 1]
     return begin, end, positions[end - 1], task // tiles, sequence_of_token[begin]
 
 
 @inlined()
 def find_keys(base, tile, block_tables, window, kv, shape):
-    """The first key of the first span, at or after `base`, that a tile of tokens sees, and where
-    the span's tiles of keys begin, in K or V of a layer. The rest of the span repeats the last."""
+    """Returns the first key of the first span, at or after `base`, that a tile of tokens sees, and
+    the places where the span's tiles of keys begin in K or V of a layer. Tiles after the last key
+    repeat its tile."""
     begin, end, last, kv_head, sequence = tile
     _, width, _, block_size, per_word, unit = shape
     base = max(base, (last + 2 - (end - begin) - window) // unit * unit)
@@ -285,7 +287,8 @@ def find_keys(base, tile, block_tables, window, kv, shape):
 
 @inlined(inline="always")
 def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space, shape, panel):
-    """A tile of tokens of one sequence, whose queries for one KV head are the rows.
+    """Computes attention for a tile of tokens of one sequence. The rows are its queries for one KV
+    head.
 
     of_heads: (norm, eps, sinks, cap): the norm of queries; a sink of each query head, or none; see
         `soften`
@@ -389,13 +392,13 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
            qkv, out, rope, slot_mapping, block_tables, sequence_of_token, positions,
            tokens, sequences, table_width)
 
-    The first line is the same in all steps. Arrays are addresses. uint: the bits of a number of
-    `dtype`, float32 or bfloat16:
+    The arguments in the first line are the same in all steps. Arrays are addresses. uint: the bits
+    of a number in `dtype`, float32 or bfloat16:
 
         kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
         sinks: (heads,) float32; 0 for none
-        eps_bits: of the norms' eps as float32; that of a model without norms is -1
+        eps_bits: the bits of the norms' eps in float32, which is -1 without norms
         qkv: (tokens, heads + 2 * kv_heads, head_dim) uint, queries, then keys, then values
         out: (tokens, heads, head_dim) uint, is written
         rope: (2, tokens, head_dim / 2) float32, cos and sin of a token's angles
@@ -497,8 +500,8 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
 def paged_attention(qkv: Tensor, norms: Tensor, eps: float, angles: Tensor, cache: Tensor,
                     window: int | None, *step: Tensor, soft_cap: float | None = None,
                     sinks: Tensor | None = None) -> Tensor:
-    """Everything between the two projections: head norms, rotation, cache and attention, for tokens
-    of prompts and decodes alike.
+    """Computes everything between the two projections: head norms, rotation, cache and attention,
+    for tokens of prompts and decodes alike.
 
     qkv: (T, heads + 2 * kv_heads, head_dim)
     norms: (2, head_dim) float32, weights of the norms of query heads and key heads

@@ -40,8 +40,8 @@ from numba import cfunc, njit, prange, types
 from nanoengine_cpu.memory import stack_size
 from nanoengine_cpu.vectors import add_atomic, array_at, inlined, instruction, numbers_at
 
-# Each message once in a process: compiling one kernel raises many events, and a model has many
-# products.
+# Each message appears once in a process: compiling one kernel raises many events, and a model has
+# many products.
 say_once = functools.cache(logging.getLogger(__name__).info)
 warn_once = functools.cache(logging.getLogger(__name__).warning)
 
@@ -169,8 +169,8 @@ def run_together() -> Callable[..., list[int]]:
 class Program:
     """Calls of kernels, one after the other, each on all threads.
 
-    It is for a CPU what a CUDA graph is for a GPU: Python makes the calls once, not in each step.
-    A negative number stands for an argument of `run`: -1 for the first one, and so on.
+    The CPU's counterpart of a CUDA graph: Python makes the calls once, not in each step. A negative
+    number stands for an argument of `run`: -1 for the first one, and so on.
     """
 
     def __init__(self, *calls: list[int]) -> None:

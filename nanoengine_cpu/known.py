@@ -1,4 +1,4 @@
-"""Which modules `optimize` knows: those whose forward has the code that a docstring shows.
+"""Finds the modules that `optimize` can replace: their forward has the code that a docstring shows.
 
     class Fast(nn.Module):
         \"""A fast MLP. In place of:

@@ -1,4 +1,5 @@
-"""What the operating system and its libraries provide: memory, threads, features of the CPU."""
+"""Memory, threads and features of the CPU, as the operating system and its libraries provide
+them."""
 
 import ctypes
 import functools
@@ -31,7 +32,8 @@ def has_bfloat16() -> bool:
 def in_huge_pages(num_bytes: int) -> torch.Tensor:
     """Memory from the system, in pages of 2 MiB if it has them, as (num_bytes,) uint8.
 
-    Each page is cleared when it is first written to, in a sixth of the time of pages of 4 KiB.
+    The system clears each page when it is first written to, in a sixth of the time that pages of 4
+    KiB take.
 
     Raises MemoryError for more than the system gives.
     """
@@ -90,12 +92,12 @@ def inherits_numba(process: int) -> bool:
 
 @functools.cache
 def can_compute(process: int) -> bool:
-    """Whether the thread that went through a fork can compute in OpenMP's threads.
+    """Whether the thread that called fork can compute in OpenMP's threads.
 
     If it did so before the fork, OpenMP silently waits forever for threads that are missing here.
     So a fork of this fork tries it, and an alarm ends it after 5 seconds.
     """
-    # there are more threads than Python's, so it has computed in this process
+    # there are more threads than Python's, so it has already computed in this process
     if len(os.listdir("/proc/self/task")) > threading.active_count():
         return True
     if (trial := os.fork()) == 0:

@@ -15,8 +15,8 @@ from nanoengine_cpu.compiling import Program, bits_of_number, run_call, warn_onc
 from nanoengine_cpu.known import has_code_of
 from nanoengine_cpu.memory import limit_threads
 
-# Counts what was set in any module: parameters, modules, caches. `weights` does not count modules
-# that are put into a list, as some models do in each step.
+# Counts assignments to any module: of parameters, modules and caches. `weights` does not count
+# modules that are put into a list, as some models do in each step.
 changes = Counter[str]()
 torch_modules.register_module_parameter_registration_hook(
     lambda *_: changes.update(all=1, weights=1))
@@ -37,8 +37,8 @@ def optimize(model: nn.Module, has_attention: bool = True) -> bool:
     model keeps its forward, all do, since they share a cache. The attention kernel also norms the
     heads, so hooks on these norms do not run.
 
-    Attributes that are set later take effect: `module.weight = …`, `module.down_proj = …`. Numbers
-    that are written into a weight or a bias later do not.
+    Attributes that are set later take effect: `module.weight = …`, `module.down_proj = …`. In-place
+    changes of a weight or a bias do not.
 
     has_attention: False for a cache that `empty_cache` has not made
 
@@ -223,7 +223,7 @@ class GatedMLP(nn.Module):
 
 
 class PagedAttention(nn.Module):
-    """Attention whose keys and values lie in blocks.
+    """Attention over a paged KV cache.
 
     It has `head_dim`, `window` (how many keys a query sees; None: all) and its part of the `cache`.
     `q_norm` and `k_norm` are RMSNorms with one eps, or nn.Identity. It can have a `soft_cap` and
@@ -297,7 +297,7 @@ class Layers(nn.Module):
     is computed only for the rows that need an output. A program also ends before each MLP of an
     unknown kind, which is then called. So there are two programs if all MLPs are known.
 
-    If Python called each kernel, that would take up to a fifth of the time of a decode. A program
+    Calling each kernel from Python would take up to a fifth of the time of a decode. A program
     contains the addresses of weights and caches, and is made again when they change. If a module
     has hooks, or if another part of a layer is of an unknown kind, the layers are called one by
     one, as before. In place of:

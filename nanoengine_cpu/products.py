@@ -1,11 +1,12 @@
-"""Products with a packed weight, and SwiGLU of them: in tiles (`tiles.py`), or in registers.
+"""Matrix products with a packed weight, and SwiGLU of them: in tiles of AMX (`tiles.py`), or in
+registers.
 
     each thread, for the parts and blocks that it takes:
         for each part of the rows:
-            copy    of the part
+            copy the part
             for each block of outputs, or of gates and then their ups:
                 for each slice of the words of an input row:
-                    for each few rows of the part:
+                    for every few rows of the part:
                         sums    rows x outputs, which begin with the bias
                         for each word in the slice:
                             sums += rows times weight
@@ -21,8 +22,8 @@ Even with tiles, products of up to four rows use registers, in the order of tile
 waits for the weight, and registers read it faster.
 
 Rows are read from memory once, the weight once for each part. A part, at most 1 MiB, stays in the
-caches while the blocks go by. The weight of a slice, 32 KiB, stays in the L1 cache while the rows
-go by.
+caches for all blocks. The weight of a slice, 32 KiB, stays in the L1 cache for all rows of the
+part.
 
 A word is one float32 number, or two of bfloat16. The packed weight is in blocks of outputs, and a
 line of a block holds a word from each of its outputs. In bfloat16, with 32 outputs:
@@ -30,8 +31,8 @@ line of a block holds a word from each of its outputs. In bfloat16, with 32 outp
     w0[0:2] w1[0:2] … w31[0:2]        a line: the first two inputs of each output
     w0[2:4] w1[2:4] … w31[2:4]        …
 
-Each sum goes over the inputs in one order, so that a row has the same bits whatever other rows
-there are. A product includes the operations before and after it: RMSNorm (Zhang & Sennrich, 2019,
+Each sum adds the inputs in a fixed order, so a row has the same bits whatever other rows there are.
+The operations before and after a product are fused into it: RMSNorm (Zhang & Sennrich, 2019,
 arXiv:1910.07467), SwiGLU (Shazeer, 2020, arXiv:2002.05202), which is SiLU(gate) * up, and the sum
 with a residual.
 """
@@ -74,9 +75,9 @@ SUMS = 2 * MOST_ROWS * BLOCK
 TILED = 5
 # for each of fewer rows, two sums of 32 outputs
 HELD_APART = (TILED - 1) * 4 * LANES
-# a few rows take little time: the weight is prefetched this many words before it is needed
+# few rows take little time, so the weight is prefetched this many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
-# up to this many rows do not prefetch it: AMD's CPUs predict what they read (measured on Zen 4)
+# up to this many rows do not prefetch it: AMD's hardware prefetcher is enough (measured on Zen 4)
 FEW = 4 if has("avx512f") and has("clzero") else 0
 # in registers, it is prefetched once every EVERY words of a row
 EVERY = 1 if has("avx512f") else LANES

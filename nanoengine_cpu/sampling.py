@@ -16,10 +16,10 @@ def grouped(x: torch.Tensor) -> torch.Tensor:
 
 
 def first_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest number of each row of a matrix, and its place, the first if there are several.
+    """The maximum of each row of a matrix, and its index, the first if there are several.
 
-    On a CPU PyTorch finds a maximum in vectors, but its place one number at a time. So this looks
-    for places in one group alone.
+    On a CPU, PyTorch finds a maximum with vector instructions, but its index one number at a time.
+    So this looks for the index in one group only.
     """
     groups = grouped(x)
     largest, group = groups.amax(dim=-1).max(dim=-1, keepdim=True)
@@ -47,7 +47,7 @@ def nucleus(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
     """Whether each weight of a row is one of the fewest, largest first, that together reach
     `needed`, (rows, 1). Of equal weights, the first ones are taken; NaN never is.
 
-    NumPy sorts numbers without their places ten times as fast as PyTorch sorts them with places.
+    NumPy sorts numbers alone ten times as fast as PyTorch sorts them together with their indices.
     """
     ordered = torch.from_numpy(np.sort(weights.numpy(), axis=1)).flip(1)
     before = ordered.cumsum(dim=1, dtype=torch.float64) - ordered

@@ -1,14 +1,14 @@
-"""Products of matrices, a tile at a time: AMX, which Intel's servers have had since 2023.
+"""Matrix products, a tile at a time, by AMX, which Intel's servers have had since 2023.
 
     sums    32 rows x 32, float32, in two by two tiles
     for each 16 words of depth:
-        left    32 rows x 16 words, two tiles, one below the other
+        left    32 rows x 16 words, two tiles, upper and lower
         right   16 lines x 32 words, two tiles
         each sum += its left times its right
 
 A word is two bfloat16 numbers. Each step adds one number to each sum: 16 products of first numbers,
-plus 16 of second ones. So a sum has one order, whatever other rows there are.
-The CPU's eight registers for tiles have numbers, which are part of an instruction.
+plus 16 of second ones. So the order of a sum is fixed, whatever other rows there are. An
+instruction contains the numbers of its tile registers, of which a CPU has eight.
 
 The lower tiles begin `below` rows under the upper ones. If it is 0, there are no lower ones; if it
 is less than 16, some rows are in both.
@@ -65,7 +65,7 @@ def at(builder, array, first, line):
 
 
 def access_mxcsr(builder, name, place):
-    """MXCSR says how a thread rounds in registers."""
+    """Reads or writes MXCSR, which says how a thread rounds in registers."""
     if HAS_TILES:
         pointer = builder.bitcast(place, ir.IntType(8).as_pointer())
         call(builder, f"llvm.x86.sse.{name}", ir.VoidType(), pointer)
@@ -99,7 +99,8 @@ def end_tiles(builder):
 
 
 def upper_and_lower(builder, below):
-    """Tiles one below the other: their number and their first row. There may be no lower one."""
+    """Yields the number and the first row of the upper tile, and of the lower one if there is
+    one."""
     yield 0, below.type(0)
     with builder.if_then(builder.icmp_unsigned("!=", below, below.type(0))):
         yield 1, below

@@ -4,9 +4,8 @@
     store(numbers, 0, x * x + fill(one))        numbers[0:16] = x * x + one
 
 numba has no vectors, and LLVM may not vectorise the loop of a sum that must keep its order. So each
-operation here is written in LLVM's own language, and LLVM fits it to the CPU: a vector is one
-register of AVX-512, two of AVX2, four of SSE. The CPU that numba compiles for decides which
-instructions exist.
+operation here is written in LLVM IR, and LLVM fits it to the CPU: a vector is one register of
+AVX-512, two of AVX2, four of SSE. The CPU that numba compiles for decides which instructions exist.
 """
 
 import functools
@@ -71,7 +70,7 @@ def instruction(result, constants=0):
 
 
 def call(builder, name, kind, *operands, **options):
-    """Calls one of LLVM's own functions."""
+    """Calls one of LLVM's intrinsics."""
     signature = ir.FunctionType(kind, [operand.type for operand in operands])
     function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
     return builder.call(function, operands, **options)

@@ -41,8 +41,8 @@ class AsyncLLM:
 
     def stream(self, prompts: Any, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> AsyncIterator[RequestOutput]:
-        """Like `LLM.stream`. A task that is cancelled, or that leaves its loop, frees its requests
-        after the current step, even while they wait."""
+        """Like `LLM.stream`. A task that is cancelled, or that leaves its `async for`, frees its
+        requests after the current step, even while they wait."""
         return self._outputs(partial(self.llm.add, prompts, sampling_params, priority))
 
     def stream_chat(self, messages: list[Any], sampling_params: Params = None, *,
@@ -91,8 +91,8 @@ class AsyncLLM:
             step = self.thread.submit(self._step, loop)
             for call, output in await asyncio.wrap_future(step):
                 call.news.put_nowait(output)
-            # let the tasks use them first: if both threads ran Python, they would only wait for
-            # each other
+            # let the tasks use them first: if both threads ran Python, they would only compete for
+            # the GIL
             await asyncio.sleep(0)
 
     def _calls_of(self, loop: asyncio.AbstractEventLoop) -> list["Call"]:

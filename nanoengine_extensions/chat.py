@@ -51,7 +51,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     continue_final_message: leave the last message open, so that the model continues it; by
         default False, and True needs add_generation_prompt=False.
     tools: functions or JSON schemas, for templates that support tools.
-    chat_template_kwargs: further template variables: {"enable_thinking": False} for Qwen3; they
+    chat_template_kwargs: other template variables: {"enable_thinking": False} for Qwen3; they
         override the arguments above, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
         string, "openai" as a list of text parts. "auto" looks at the template: one that loops over
@@ -198,7 +198,7 @@ def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, A
 
 
 def missing_content(template: str) -> dict[str, Any]:
-    """Returns what stands for the content of a message that has only tool calls.
+    """Returns the content that a template expects in a message that has only tool calls.
 
     Some templates write a call only if the content is None, or is not defined; others would print
     "None". With `if message.content`, a template cannot tell None from an empty string.
@@ -258,7 +258,7 @@ CONVERTING = {"tojson", "string", "items", "dictsort", "length", "count"}
 
 @lru_cache
 def uses(template: str, field: str, but_first: bool = False) -> frozenset[str]:
-    """Returns what a template does with a field of its messages or of their tool calls.
+    """Returns how a template uses a field of its messages or of their tool calls.
 
     "print": it is printed, or added to a string; "for": the template loops over it; "is string",
     "| tojson", ".items": this test, filter or method is applied to it; "[]": it is indexed.

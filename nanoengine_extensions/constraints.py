@@ -45,7 +45,7 @@ NO_PENALTIES = (1, 0, 0)
 class BadWords:
     """Which tokens complete one of several words.
 
-    texts: what each token spells.
+    texts: the text of each token.
     anywhere: the tokens with a word in their own text.
     after: for each beginning of a word, arrays of the tokens that begin with its rest.
     lengths: the lengths of these beginnings, in bytes.
@@ -59,11 +59,11 @@ class BadWords:
 
 @dataclass(eq=False)
 class Constraint:
-    """What changes the logits of one sequence.
+    """The changes to the logits of one sequence.
 
     It reads each token of the sequence once (`take_in`), so that no step goes through all of them.
 
-    bias_ids, biases: token ids, and what is added to their logits.
+    bias_ids, biases: token ids, and the numbers to add to their logits.
     ends: the tokens that are forbidden until the sequence has `until` tokens.
     bad_words: None if no token completes one.
 
@@ -184,7 +184,8 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=2)
 def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list[int]]:
-    """Returns what each token adds to a text, in UTF-8; this can be a part of a character.
+    """Returns the bytes that each token adds to a text, in UTF-8; they can be a part of a
+    character.
 
     Also returns these spellings in one string, each after a byte 0xFF, which occurs in no text, and
     the place where each begins. A special token spells nothing.
@@ -203,7 +204,7 @@ def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list
 def bytes_of(piece: str, text: str) -> bytes:
     """Returns the bytes of a token that has a part of a character, from its name in the vocabulary.
 
-    text: its decoded text, with a replacement character; used if the name stands for no bytes.
+    text: its decoded text, with a replacement character; used if the name spells no bytes.
     """
     # byte fallback
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -258,7 +259,7 @@ def find_bad_words(words: tuple[bytes, ...], tokenizer: Any, vocab_size: int) ->
 
 
 def biases_of(params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Returns token ids, and what is added to their logits.
+    """Returns token ids, and the numbers to add to their logits.
 
     If only some tokens are allowed, the result has all of those, and all others are forbidden.
     """

@@ -40,7 +40,7 @@ def free_memory(host: int, root: Path = Path("/")) -> int:
 
 
 def find(pattern: str, file: Path) -> list:
-    """Returns what a pattern finds in one of the kernel's files; nothing if it cannot be read."""
+    """Returns the matches of a pattern in one of the kernel's files; none if it cannot be read."""
     with suppress(OSError):
         return re.findall(pattern, file.read_text(errors="ignore"), re.MULTILINE)
     return []

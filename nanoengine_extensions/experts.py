@@ -27,7 +27,7 @@ from nanoengine_extensions.transformers_models.modules import GatedMLP, are_clos
 
 NAMES = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
-# stand for the arguments of a kernel call: its other numbers are never -1 to -3
+# placeholders for the arguments of a kernel call, whose other numbers are never -1 to -3
 ROWS, X, OUT = range(-1, -4, -1)
 
 
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         run_call(first + self.placed(both, 1, middle, outs, spans))
 
     def placed(self, both: Any, which: int, x: Tensor, out: Tensor, spans: Any) -> list[int]:
-        """Returns one call for the calls of the first (0) or the second linears of some experts.
+        """Returns one call that runs the calls of some experts' first (0) or second (1) linears.
 
         x, out: the inputs and outputs of all rows
         spans: each expert's first row, and how many rows it has
@@ -120,8 +120,8 @@ class Experts(nn.Module):
         return run_together()(calls.ctypes.data, calls.ctypes.data + calls.nbytes)
 
     def make_calls(self: Any) -> Any:
-        """Returns the kernel calls, with ROWS and the others in place of arguments; None if some
-        expert has no kernel, or not the same as the others."""
+        """Returns the kernel calls, with ROWS and the others in place of arguments; None if an
+        expert has no kernel, or if the kernels of experts differ."""
         found: Any = [], []
         for mlp in self.experts:
             first, last = mlp.gate_up_proj, mlp.down_proj
@@ -199,8 +199,8 @@ def are_gated(module: Any) -> bool:
 
 
 def kind_of(module: Any) -> Any:
-    """Returns what makes an expert of its two linears: a gated MLP, or one with the activation of
-    the module. Returns None if neither computes what the module computes."""
+    """Returns the function that makes an expert of its two linears: a gated MLP, or one with the
+    activation of the module. Returns None if neither computes what the module computes."""
     kinds: list[Callable] = [GatedMLP]
     if hasattr(module, "_apply_gate"):
         # without matrices, which it would keep in memory

@@ -1,4 +1,4 @@
-"""Why a model cannot be run, in one sentence: what was found, and what to do instead.
+"""Says in one sentence why a model cannot be run, and what to do instead.
 
 `loader.py` calls this before it reads a model. Without this file, the engine refuses these models
 later, with the error of the library that fails. To support one of these kinds, remove its row.
@@ -19,7 +19,7 @@ from nanoengine.features import logger, naming, rejected
 from nanoengine.loader import ARCHITECTURES, weight_files
 from nanoengine.model import FAMILIES
 
-# what a model must be instead
+# the models that are accepted instead
 ORIGINAL = "the original model, with config.json and safetensors"
 FOR_TRANSFORMERS = "its version for transformers, with config.json and safetensors"
 CONVERTED = ("converted by `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new)` "
@@ -29,9 +29,9 @@ WRITER = "a model that writes text"
 # the names of such classes end with one of these
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
-# a file's name, what that means, and what the model must be; the first row that fits counts
+# a file's name, its meaning, and what the model must be; the first row that fits counts
 Row = tuple[str, str, str]
-# what a folder has instead of config.json
+# contents of a folder without config.json
 NO_CONFIG: tuple[Row, ...] = (
     ("adapter_config.json", "is an adapter (LoRA), not a whole model", MERGED),
     ("model_index.json", "is a diffusers pipeline, which makes images", WRITER),
@@ -39,10 +39,10 @@ NO_CONFIG: tuple[Row, ...] = (
     ("consolidated*", "is a model in its maker's own format", FOR_TRANSFORMERS),
     ("*/config.json", "has models in subfolders", "one of these, such as {folder}"),
     ("*", "has no config.json", "a folder that transformers' save_pretrained has made"))
-# what it has instead of safetensors
+# contents of a folder without safetensors
 NO_WEIGHTS: tuple[Row, ...] = (
     ("adapter_model*", "has only an adapter (LoRA) of the weights", MERGED),
-    ("pytorch_model*", "has its weights in {name}, which can hold any code and is not read",
+    ("pytorch_model*", "has its weights in {name}, which can hold arbitrary code and is not read",
      CONVERTED),
     ("consolidated*", "has its weights in its maker's own format", FOR_TRANSFORMERS),
     ("*.safetensors", "has its weights in {name}, which is not read",
@@ -54,7 +54,7 @@ NO_WEIGHTS: tuple[Row, ...] = (
 
 # -------------------------------------------------------------------------------- config.json
 
-# what only transformers computes
+# entries that only transformers supports
 ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
 ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
@@ -66,7 +66,7 @@ SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".
 OLD = {"quantize_config.json", "quant_config.json", "compression_config", "quantization"}
 
 Config = dict[str, Any]
-# a test of the config, what is wrong if it holds, and what the model must be
+# a test of the config, the problem if it holds, and what the model must be
 Kind = tuple[Callable[[Config], Any], str, str]
 
 

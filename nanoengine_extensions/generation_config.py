@@ -1,4 +1,4 @@
-"""generation_config.json: what `sampling_params=None` stands for, as in vLLM.
+"""generation_config.json: the parameters that `sampling_params=None` stands for, as in vLLM.
 
 `InputProcessor` calls this. Without this feature, None stands for `SamplingParams()`.
 """

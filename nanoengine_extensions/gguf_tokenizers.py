@@ -78,7 +78,7 @@ def read(find: Find, file: Path) -> Any:
         if kind == "gpt2":
             found = of_bytes(find)
         else:
-            # elsewhere, since transformers prefers a tokenizer beside the file
+            # elsewhere, since transformers prefers a tokenizer in the file's own folder
             with TemporaryDirectory() as folder:
                 (Path(folder) / file.name).symlink_to(file.absolute())
                 found = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)

@@ -1,4 +1,4 @@
-"""Guards: refuse guarantees that an engine cannot keep, and policies that would break it.
+"""`Guards`: refuses guarantees that an engine cannot keep, and policies that would break it.
 
 An observer of requests and steps.
 """
@@ -58,7 +58,7 @@ class Guards(Feature):
         if batch and len({*map(id, batch.sequences)}) < len(batch):
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} must give `build` each "
                                "sequence once: a second time, it would get wrong tokens")
-        # a name that no feature has would edit nothing
+        # without a feature of this name, no edit would happen
         for _, seq, _ in batch.sampled if batch else ():
             for name in {*seq.edits} - self.features.keys():
                 seq.error = rejected("edits", name, f"the name of a class in {[*self.features]}")

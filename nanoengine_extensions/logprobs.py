@@ -32,8 +32,8 @@ class Logprob:
     """A token's log-probability at a position, its rank there (1: the likeliest), and its text.
 
     The k likeliest tokens, if k were asked for, have the ranks 1 to k; among equally likely tokens,
-    the sampled one comes first. If the sampled one is not among these k, it ranks last among
-    equally likely ones.
+    the sampled one comes first. If it is not among these k, it ranks last among equally likely
+    ones.
     """
 
     logprob: float
@@ -68,7 +68,7 @@ class RowLogprobs:
                 for token_id, logprob, rank in self.entries.tolist()}
 
 
-# how a tokenizer can spell U+FFFD: as itself, in the letters of ByteLevel, in those of ByteFallback
+# U+FFFD in a vocabulary: as itself, in the letters of ByteLevel, in the bytes of ByteFallback
 REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 
 
@@ -91,7 +91,8 @@ def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
 
 
 def begun_in(token_ids: list[int], tokenizer: Any) -> list[int]:
-    """Returns the last of these tokens that have no text yet: they end within a character."""
+    """Returns the last of these tokens, if they have no text yet because they end within a
+    character."""
     end = len(token_ids)
     # a character has at most four bytes
     while end and all(

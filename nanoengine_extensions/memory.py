@@ -1,4 +1,5 @@
-"""How much memory is left for the KV cache. The runner calls this, unless num_kv_blocks is given.
+"""Finds how much memory is left for the KV cache. The runner calls this unless num_kv_blocks is
+given.
 
 On a CPU it is at most a quarter of the free memory, or of what a container has left. On a GPU it is
 measured, not guessed: the weights are loaded, all CUDA graphs are captured, and the largest step

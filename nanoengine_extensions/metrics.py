@@ -38,7 +38,7 @@ logging.getLogger("nanoengine_cpu").parent = logger
 
 @dataclass
 class RequestMetrics:
-    """What happened to a request, with all its completions together.
+    """The times and counts of a request, all its completions together.
 
     arrival_time: when it was queued; times are seconds of `time.monotonic()`, 0 until the event.
     first_scheduled_time: when its first step began.
@@ -89,7 +89,7 @@ COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed
     generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
     swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks
     copy_on_write_blocks""".split()
-# what swapping.py and speculation.py count; 0 if they are not in use
+# the counts of swapping.py and speculation.py; 0 if they are not in use
 OF_OTHERS = "num_requests_swapped num_host_blocks_used guessed_tokens right_guesses".split()
 
 

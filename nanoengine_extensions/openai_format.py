@@ -46,7 +46,7 @@ Tokens = list[tuple[int, dict[int, Any] | None]]
 
 @dataclass(eq=False)
 class Body:
-    """What one request asks for; `read` fills it in.
+    """The parameters of one request; `read` fills them in.
 
     url: CHAT or COMPLETION. name: ends the id of the answer.
     stream_options: those that are true, of STREAMING.
@@ -123,7 +123,7 @@ class Body:
         form = body.get("response_format", {"type": "text"})
         if not isinstance(form, dict) or form.get("type") != "text":
             if "structured_outputs" in given:
-                raise ValueError("response_format must be left out beside structured_outputs")
+                raise ValueError("response_format must be left out with structured_outputs")
             given["structured_outputs"] = extension(
                 "structured_outputs", "response_format").from_openai(form)
         if self.echoes:

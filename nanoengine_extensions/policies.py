@@ -1,7 +1,7 @@
 """More policies, which this file adds to the engine's tables: see nanoengine/policies.py.
 
-"static", "max-length", "least-recently-run", "random" and `overtaking` are for comparison: before
-paging and continuous batching, engines worked like the first two.
+"static", "max-length", "least-recently-run", "random" and `overtaking` are for comparison: engines
+worked like the first two before paging and continuous batching.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,7 @@ class Server:
         if self.flags.tool_call_parser:
             extension("tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
-            raise rejected("n", body.params.n, f"smaller, or prompts fewer: {self.most} in all")
+            raise rejected("n", body.params.n, f"smaller, or use fewer prompts: {self.most} in all")
         # token ids need no tokenizer
         with naming("prompt"):
             body.prompts = [self.llm.get_tokenizer().encode(each, verbose=False)

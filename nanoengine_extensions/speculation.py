@@ -1,4 +1,4 @@
-"""`speculation="prompt-lookup"`: a decode step also checks guesses at the next tokens.
+"""`speculation="prompt-lookup"`: a decode step also checks guesses at the next tokens (drafts).
 
 The engine launches its steps with `Speculation.launch`, which adds guesses to a scheduled batch and
 passes it to the runner. `Speculation.around` wraps the batching policy: it turns the tokens that
@@ -81,7 +81,7 @@ class StepCosts(dict[int, float]):
     def estimate(self, count: int, without: int) -> float:
         """Returns the seconds of a step of `count` tokens, of which `without` are not guesses.
 
-        The next smaller step that is known is the base. Each further token costs as much as each
+        The next smaller step that is known is the base. Each additional token costs as much as each
         guess in that step; if there are none, half as much as each of its tokens.
         """
         base = max(known for known in self if without <= known <= count)

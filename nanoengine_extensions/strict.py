@@ -225,7 +225,7 @@ def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
         for token_id in token_ids or ():
             if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise ValueError(f"prompts[{place}]: token id {token_id!r:.200} is out of "
-                                 "vocabulary: no integer")
+                                 "vocabulary: not an integer")
     for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
         is_list = isinstance(value, (list, tuple))
         are_right = [isinstance(each, Integral if of is int else of) and not isinstance(each, bool)

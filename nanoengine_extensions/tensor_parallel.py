@@ -227,7 +227,7 @@ class LaunchedOnRanks(Launched):
 
     def wait(self) -> list[int]:
         tokens = super().wait()
-        # a GPU does not notice that a rank has died, and goes on computing rubbish
+        # a GPU does not notice that a rank has died, and goes on computing garbage
         self.ranks.check()
         return tokens
 

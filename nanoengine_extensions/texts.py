@@ -1,8 +1,8 @@
 """Text while it is generated: whole characters, special tokens, stop strings.
 
 Text is made token by token, as in vLLM: a token adds the difference between the decoded texts with
-it and without it, in the context of the tokens before. Half a character is held back until it is
-complete.
+it and without it, in the context of the tokens before. An incomplete character is held back until
+its last token comes.
 
 An observer: `done` decodes the newest tokens, and ends sequences whose text has a stop string.
 """
@@ -22,7 +22,7 @@ CONDITIONS: list[Condition] = [
     ("stop", lambda p: isinstance(p.stop, list) and all(p.stop), "a list of strings, none empty"),
     ("detokenize", lambda p: p.detokenize or not p.stop, "True for stop={stop!r}")]
 
-# how a tokenizer can spell U+FFFD: as itself, in the letters of ByteLevel, in those of ByteFallback
+# U+FFFD in a vocabulary: as itself, in the letters of ByteLevel, in the bytes of ByteFallback
 REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 
 

@@ -1,8 +1,8 @@
 """Ends idle OpenMP threads, which would slow down other threads.
 
-An observer of steps. Each thread that calls the engine has its own computing threads, which spin
-for a while after a step. They slow down the steps of other callers, and whatever a program does
-after a call.
+An observer of steps. Each thread that calls the engine has its own OpenMP threads, which spin for a
+while after a step. They slow down the steps of other callers, and all that a program does after a
+call.
 """
 
 import threading

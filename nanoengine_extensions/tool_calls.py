@@ -1,4 +1,4 @@
-"""Tools in OpenAI's format: what a client may ask for, and the calls in an answer.
+"""Tools in OpenAI's format: the choices of a client, and the calls in an answer.
 
 Tools go to the chat template, which tells the model about them. The model writes its calls as
 text. `--tool-call-parser hermes` of serve.py and batch.py finds them there, in the format of

@@ -1,7 +1,7 @@
 """Kernels in Triton for decoders on a GPU: tensors in, tensors out. They need no engine.
 
     optimize(model)         fewer and faster kernels for norms, rotation and SwiGLU of a decoder
-    paged_attention(…)      attention over keys and values that lie in blocks
+    paged_attention(…)      attention over a paged KV cache
     rms_norm(…), swiglu(…), store_heads(…)
                             the other kernels, as functions of tensors
     truncate(…), draw(…)    sampling: the likeliest tokens of each row, and one token of each row
@@ -19,5 +19,5 @@ from nanoengine_gpu.sampling import draw, truncate
 
 __all__ = ["draw", "optimize", "paged_attention", "rms_norm", "store_heads", "swiglu", "truncate"]
 
-# what an engine can use without checking the device
+# the functions that an engine can use without checking the device
 KERNELS = {each.__name__: each for each in (optimize, paged_attention, truncate, draw)}

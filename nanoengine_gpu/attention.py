@@ -1,4 +1,4 @@
-"""Attention over keys and values in blocks, in one kernel for prompts, chunks and decodes.
+"""Paged attention, in one kernel for prompts, chunks and decodes.
 
 The kernel is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over PagedAttention's block tables
 (Kwon et al., 2023, arXiv:2309.06180):
@@ -15,8 +15,8 @@ The kernel is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over PagedAttention
 Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
 (gpt-oss): one more score in its softmax, without a value.
 
-The grid depends on the shape of a step and not on its numbers, and nothing is read on the host:
-CUDA graphs can capture it.
+The grid depends only on the shape of a step, and the host reads no numbers from the GPU, so CUDA
+graphs can capture the kernel.
 """
 
 from typing import Any
@@ -131,7 +131,7 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
                           weighted * shrink[:, None], input_precision="ieee")
         largest = new_largest
 
-    # 5. The result. A split in which a row sees no key counts for nothing: its sum is 2 ** -inf.
+    # 5. The result. A split in which a row sees no key has no effect: its sum is 2 ** -inf.
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
     places += split.to(tl.int64) * num_tokens * (KV_HEADS * GROUP)
     to_out = out + places[:, None] * HEAD_DIM + columns[None, :]

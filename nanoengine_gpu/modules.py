@@ -18,8 +18,8 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
         a decoder, see `Decoder` and `Layer`
 
     They are known by the code of their forward, which the docstrings show (known.py); a module with
-    other code keeps its own forward. Each module is called as a module, so that hooks of any of
-    them run; the head norms are the exception, since one kernel does their work with the rotation.
+    other code keeps its own forward. Modules are still called as modules, so their hooks run,
+    except those of the head norms, which are fused with the rotation.
 
     has_attention: has no effect, since attention calls the `backend` of its module; libraries whose
         attention has its own cache need it
@@ -114,7 +114,7 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose keys and values lie in blocks.
+    """Attention over a paged KV cache.
 
     It has `head_dim`, `window` (how many keys a query sees; None: all), its part of the `cache`,
     and a `backend`: `paged_attention`, or a function with the same arguments. `q_norm` and `k_norm`

@@ -1,5 +1,5 @@
-"""The small operations of a decoder, one kernel each. They only move memory, so what counts is that
-every number is read and written once.
+"""The small operations of a decoder, one kernel each. They are limited by memory, so each number is
+read and written only once.
 
     rms_norm      residual sum and RMSNorm
     swiglu        SiLU(gate) * up
@@ -7,7 +7,7 @@ every number is read and written once.
 
 All compute in float32, and round where PyTorch's operators would round, one after the other: a sum,
 a normed head and SiLU(gate) have the model's dtype before they are used. Products and sums are not
-contracted (`enable_fp_fusion=False`), since PyTorch's are not.
+contracted to FMAs (`enable_fp_fusion=False`), since PyTorch's are not.
 """
 
 import torch

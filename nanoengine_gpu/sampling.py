@@ -30,8 +30,8 @@ def exp(x):
 
 @triton.jit
 def keys_of(scores, least, BY_WEIGHT: tl.constexpr):
-    """A key for each score, at least 0: the likelier the token, the smaller its key. And what it
-    adds to a sum: 1, or its weight in units of 2**-44."""
+    """Returns a key for each score, at least 0: the likelier the token, the smaller its key. Also
+    returns what it adds to a sum: 1, or its weight in units of 2**-44."""
     if BY_WEIGHT:
         # 0x3F800000 has the bits of 1.0, the largest weight; NaN is not above anything
         weights = tl.where(scores >= least, exp(scores), 0.0)
@@ -59,10 +59,10 @@ def radix_kernel(scores, all_least, prefixes, sums, size, shift, BINS: tl.conste
 
 def select(scores: Tensor, least: Tensor, needed: Callable[[Tensor], Tensor],
            by_weight: bool) -> tuple[Tensor, Tensor]:
-    """Finds, in each row, the key of the last token that is needed; and what is missing when all
-    smaller keys are kept: (rows,) int64 each.
+    """Finds, in each row, the key of the last token that is needed, and the sum that is still
+    missing when all smaller keys are kept: (rows,) int64 each.
 
-    needed: from the sum of all, (rows,) int64, to how much of it is needed
+    needed: turns the sum of all, (rows,) int64, into the part of it that is needed
 
     This is a radix select (Alabi et al., 2012, "Fast k-selection algorithms for graphics processing
     units"). Three rounds find the bits of the key: first 11, then 10 and 10. A round takes the last

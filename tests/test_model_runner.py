@@ -270,6 +270,6 @@ def test_device(monkeypatch):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == choose_device("cuda") == "cuda"
-    # after the question, forks of this process could not use a GPU
+    # asking PyTorch can keep forks of this process from using a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("a CPU was asked for"))
     assert choose_device("cpu") == "cpu"

@@ -35,7 +35,7 @@ class Fence(NamedTuple):
 
 
 class Snippet(NamedTuple):
-    """code: has as many empty lines in front that tracebacks name the right line of the file."""
+    """code: begins with empty lines, so that tracebacks name the right line of the file."""
 
     code: str
     output: str

@@ -4,7 +4,7 @@ A file leaves out numbers that llama.cpp has in its code, and stores some tensor
 The numbers here are from llama.cpp (src/models), and the forms from its converter
 (conversion/gemma.py, phi.py and others).
 
-    family.py     what a family is, and what several share
+    family.py     the class of a family, and functions that several share
     gemma.py, dense.py, experts.py, deepseek.py
                   the families, by `general.architecture`
 """

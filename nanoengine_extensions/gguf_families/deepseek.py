@@ -17,8 +17,8 @@ SOFTMAX, SIGMOID = 1, 2
 def routed(header: Any, gating: int, usual: tuple[int, int] = (1, 1)) -> dict[str, Any]:
     """Returns the entries about experts.
 
-    gating, usual: what turns logits into weights, and the numbers of groups, if the file does not
-        say it
+    gating, usual: the function that turns logits into weights, and the numbers of groups, for files
+        that do not give them
     """
     arch = header.architecture
     groups, used = [header.of_model(f"expert_group_{part}count", number)

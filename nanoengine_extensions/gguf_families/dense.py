@@ -26,7 +26,7 @@ def phi3(header: Any) -> dict[str, Any]:
         factors = {key: header.tensor(name).data.tolist() for key, name in names.items()}
         rope |= {"rope_type": "longrope", "factor": longest / original,
                  "original_max_position_embeddings": original} | factors
-        # what cos and sin are multiplied by; transformers works out the same number
+        # the factor of cos and sin; transformers computes the same one
         if scale := header.find("phi3.rope.scaling.attn_factor"):
             rope["attention_factor"] = scale
             accepted["attn_factor"] = [scale]
@@ -41,7 +41,7 @@ def phi3(header: Any) -> dict[str, Any]:
 
 def olmo2(header: Any) -> dict[str, Any]:
     """OLMo 3 has windows; only the angles of the other layers are scaled."""
-    # what YaRN multiplies cos and sin by: transformers works out the same number
+    # YaRN's factor of cos and sin; transformers computes the same one
     name = "rope.scaling.yarn_attn_factor"
     usual = 0.1 * math.log(header.of_model("rope.scaling.factor", 1.0)) + 1
     header.accept(name, header.find(f"olmo2.{name}", 1.0), [1.0, float(np.float32(usual))])

@@ -1,21 +1,22 @@
-"""How a family of models differs from a Llama, and what several families share."""
+"""`Family`: how a family of models differs from a Llama; and functions that several families
+share."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
 class Family(NamedTuple):
-    """What differs from a Llama.
+    """The differences from a Llama.
 
     kind, model_type: of the model, in transformers.
     names: the names of tensors, with or without an ending such as ".weight".
-    reads: the entries of the file that are taken into account, besides those of all models, and
-        what config.json calls them; "": `own` reads them.
-    own: turns a `Header` (quantized/gguf_header.py) into further entries of config.json.
-    norms: what the converter has added to the weights of norms.
+    reads: the entries of the file that are used, besides those of all models, each with its name in
+        config.json; "": `own` reads it.
+    own: turns a `Header` (quantized/gguf_header.py) into more entries of config.json.
+    norms: the number that the converter adds to the weights of norms.
     is_permuted: whether the converter has reordered the rows of q and k, as for a Llama.
     bias: the entry of config.json that says whether q, k and v have biases.
-    lists: the entries that can have a number for each layer: of these, `own` reads all.
+    lists: the entries that can have a number for each layer; `own` reads all of the numbers.
     changes: returns entries for `Header.table`: numbers of the header that are tensors in
         transformers; None: tensors that are left out.
     """

@@ -55,7 +55,7 @@ def gemma3n(header: Any) -> dict[str, Any]:
 def gemma4(header: Any) -> dict[str, Any]:
     """Layers that see all keys have larger heads, of which only the first numbers are rotated.
 
-    E2B and E4B have further embeddings for each layer, and their last layers have no keys of their
+    E2B and E4B have more embeddings, for each layer, and their last layers have no keys of their
     own; in the other models, values can be keys. 26B-A4B also has experts.
     """
     count, size = header.of_model("block_count"), header.of_model("attention.key_length_swa")
@@ -111,7 +111,8 @@ def without_keys(header: Any) -> dict[str, list | None]:
 
 
 def rotated(header: Any) -> float:
-    """Returns what fraction of a head is rotated. The file divides frequencies by 1 or by 1e30."""
+    """Returns the fraction of a head that is rotated. The file divides frequencies by 1 or by
+    1e30."""
     factors = header.tensor("rope_freqs.weight").data
     count = int((factors == 1).sum())
     known = [1.0] * count + [float(np.float32(1e30))] * (len(factors) - count)

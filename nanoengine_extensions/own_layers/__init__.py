@@ -55,7 +55,8 @@ class Own(nn.Module):
     def angles(self, pair: Any, x: Tensor) -> Tensor:
         """cos and sin for the tokens, (2, T, 1, head_dim / 2), computed once a step for all layers.
 
-        They scale queries and keys, too, since backends scale scores by 1 / sqrt(head_dim).
+        A factor in them also scales queries and keys, since backends scale scores by 1 /
+        sqrt(head_dim).
         """
         count, step, factor, head_dim = self.turned  # type: ignore[misc]
         key = self.turned, id(pair) if count else None

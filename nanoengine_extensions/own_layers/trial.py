@@ -1,4 +1,4 @@
-"""Whether a module computes the same as one of transformers: both get random numbers."""
+"""Tests whether a module computes the same as one of transformers: both get random numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,8 +29,8 @@ def turned_by(cos: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def reversing(modules: list[Any]) -> Iterator[None]:
-    """Makes modules only reverse the numbers of each token. With different rounding, a token could
-    get other experts."""
+    """Makes modules reverse the numbers of each token, and do nothing else. With different
+    rounding, a token could get other experts."""
     for module in modules:
         module.forward = lambda x: x.flip(-1)
     try:

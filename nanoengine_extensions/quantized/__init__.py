@@ -176,7 +176,8 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
 
 
 def entries_beside(folder: Path) -> dict[str, Any]:
-    """Returns what ModelOpt wrote beside config.json in 2024, in place of quantization_config."""
+    """Returns the entries that ModelOpt wrote next to config.json in 2024, instead of
+    quantization_config."""
     with naming(file := folder / "hf_quant_config.json"):
         found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
         return found and {"quant_method": "modelopt", **found}

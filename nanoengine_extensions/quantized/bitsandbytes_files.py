@@ -1,9 +1,9 @@
-"""Models in NF4 or FP4 of bitsandbytes: numbers of 4 bits, which stand for 16 others; or in INT8.
+"""Models in NF4 or FP4 of bitsandbytes, whose 4-bit numbers are indices into a table; or in INT8.
 
     q_proj.weight               (outputs * inputs / 2, 1) uint8, the first number in the higher bits
-    q_proj.weight.quant_map     (16,), what the numbers stand for
-    q_proj.weight.absmax        (blocks,), the scale of 64 neighbours; or the number of this scale
-    q_proj.weight.nested_…      if scales are quantized, too: their table, and their own scales
+    q_proj.weight.quant_map     (16,), the table
+    q_proj.weight.absmax        (blocks,), the scale of 64 neighbours; or its index in a table
+    q_proj.weight.nested_…      with double quantization: the table of scales, and their own scales
     q_proj.weight.quant_state.bitsandbytes__nf4
                                 JSON, with the shape of the weight
 
@@ -50,7 +50,7 @@ def read_8_bits(index: Index, name: str) -> Tensor:
     stored = index.find(f"{name}_format", (*INTEGERS, "U8", "I8"), [()])
     if stored is not None and stored.any():
         raise rejected(f"{name}_format", stored.tolist(), "0")
-    # in the order of the package; the first product is exact, as SCB has the bits of float16
+    # in the same order as bitsandbytes; the first product is exact, as SCB has the bits of float16
     numbers = index.read(name)
     scales = index.part(name.removesuffix("weight") + "SCB", FLOATS, [(len(numbers), 1)])
     return numbers * scales * (1 / 127)

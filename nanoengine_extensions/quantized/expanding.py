@@ -1,11 +1,11 @@
-"""Turns packed numbers into weights, in LLVM's language, and multiplies them, for kernel.py.
+"""Expands packed numbers into weights and multiplies them, in LLVM IR, for kernel.py.
 
     weight = number * scale + added             added: the low, or minus the zero times the scale
 
 Numbers are small, and scales have so few bits that products with a zero are exact. So a fused
-multiply-add rounds once, as defined. A number u of 8 bits becomes floating point without a
-conversion: put into the mantissa of 1, it gives f = 1 + u / 256, and
-u * scale + added = f * (256 * scale) + (added - 256 * scale), where the difference is exact, too.
+multiply-add rounds once, as the definition of a weight does. A number u of 8 bits needs no
+conversion to floating point: put into the mantissa of 1, it gives f = 1 + u / 256, and
+u * scale + added = f * (256 * scale) + (added - 256 * scale). This difference is exact, too.
 """
 
 from itertools import chain
@@ -25,10 +25,10 @@ from nanoengine_extensions.quantized.whole_numbers import (
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
-# how many vectors of outputs one row is multiplied by at once; more rows are multiplied by two, or
-# by four if numbers are not expanded
+# how many vectors of outputs are multiplied at once with one row; with more rows, two are, or four
+# if numbers are not expanded
 COLUMNS = 4
-# for 16 outputs, of each of two halves: scales, and what is added
+# for 16 outputs, of each of two halves: scales, and the numbers that are added
 SCALES = 2 * 2 * LANES
 
 
@@ -214,9 +214,9 @@ def read_scales(data, at, above, kind, block_size, c):
 
 @inlined()
 def open_scales(data, at, above, kind, width, block_size, per_word, scales):
-    """Stores what the numbers of a group are multiplied by, and what is added."""
+    """Stores the factors of a group's numbers, and the numbers that are added to the products."""
     has_lows = kind[2]
-    # numbers of 8 bits are divided by 256, and others than FP8 are in the mantissa of 1
+    # 8-bit numbers were divided by 256; all but FP8 are in the mantissa of 1
     times = 256 if width >= 8 else 1
     unit = 256 if width == 8 else 0
     for c in range(0, block_size, LANES):

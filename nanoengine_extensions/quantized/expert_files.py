@@ -1,13 +1,13 @@
 """Experts that have a matrix each in a file, where transformers has one tensor for a layer.
 
-Of gpt-oss, outputs of gates and ups are in turn, and matrices are transposed:
+In gpt-oss, the outputs of gates and ups are interleaved, and matrices are transposed:
 
     MXFP4     experts.gate_up_proj_blocks, …_scales
                   (experts, outputs, groups, 16) and (experts, outputs, groups) uint8
     GGUF      experts.0.gate_proj, experts.0.up_proj, …
                   (outputs, inputs) each; biases (experts, outputs)
     others    the same, and biases (outputs,) of each expert
-    here      experts.gate_up_proj, gate_up_proj_bias: outputs of gates and ups in turn
+    here      experts.gate_up_proj, gate_up_proj_bias: outputs of gates and ups interleaved
                   (experts, inputs, outputs), as transformers has them; (experts, outputs)
 """
 
@@ -29,7 +29,7 @@ GROUP = 32
 class Matrices(Stored):
     """The matrices of a layer's experts as one tensor, (experts, outputs, inputs).
 
-    parts: for each expert, matrices (outputs, inputs), one below the other
+    parts: for each expert, matrices (outputs, inputs), whose rows are concatenated
     is_transposed: whether the tensor is (experts, inputs, outputs)
     """
 
@@ -49,7 +49,7 @@ class Matrices(Stored):
 
 
 def in_turn(first: Stored, second: Stored, dim: int = 0) -> Stored:
-    """Returns a tensor with the rows of two in turn; or with their columns, if `dim` is 1."""
+    """Interleaves the rows of two tensors, or their columns if `dim` is 1."""
     def load() -> Tensor | Grouped:
         if first.is_quantized and first.kind == second.kind:
             both: Any = first.load(), second.load()

@@ -1,4 +1,4 @@
-"""What the numbers of quantized weights mean: their scales, zeros and tables.
+"""Turns the numbers of quantized weights into values, by scales, zeros and tables.
 
     weight[o, i] = (number[o, i] - zero[o, g]) * scale[o, g]        g: the group of input i
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 # how AutoAWQ orders the outputs of a word
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-# what bytes stand for that are numbers in floating point
+# the values of FP8 (e4m3), by byte
 E4M3 = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
-# what the numbers of MXFP4 stand for, doubled
+# the values of FP4 (e2m1), doubled
 MXFP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
                      dtype=torch.float32, device="cpu")
 # inputs of a group that `rounded` makes
@@ -31,11 +31,13 @@ ROWS = 256
 class Grouped(NamedTuple):
     """A weight in groups of inputs: (number - zero) * scale + low, or values[number] * scale.
 
-    numbers: (outputs, inputs), whole numbers of `bits` bits; in int8 they have a sign.
+    numbers: (outputs, inputs), integers of `bits` bits; signed if the dtype is int8.
     scales, zeros, lows: (outputs, groups); missing zeros or lows are 0.
     groups: the group of each input.
-    above: what scales, and lows, are multiplied by: (outputs, groups of 256 inputs) each.
-    values: numbers in float32, for which the numbers stand; without zeros and lows.
+    above: the scales of the scales, and of the lows: (outputs, groups of 256 inputs) each;
+        llama.cpp's scales of super-blocks.
+    values: a table in float32, into which the numbers are indices; there are no zeros and lows
+        then.
     """
 
     numbers: Tensor
@@ -54,7 +56,7 @@ class Grouped(NamedTuple):
         return size if torch.equal(self.groups, usual) else 0
 
     def middle(self) -> int:
-        """Returns the number that makes all numbers positive when it is added."""
+        """Returns the offset that makes all numbers nonnegative."""
         return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
 
     def width(self) -> int:
@@ -65,7 +67,7 @@ class Grouped(NamedTuple):
         return max(2, *(abs(int(each)).bit_length() for each in self.numbers.aminmax()))
 
     def zero(self) -> Tensor | int:
-        """Returns the zeros of the positive numbers, or one number if all zeros are equal."""
+        """Returns the zeros of the nonnegative numbers, or one number if all zeros are equal."""
         if self.zeros is None:
             return self.middle()
         first = int(self.zeros.flatten()[0])
@@ -174,9 +176,9 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int],
 
 
 def mxfp4(numbers: Tensor, exponents: Tensor) -> Grouped:
-    """Groups of 32 inputs, (outputs, inputs) and (outputs, groups) uint8: a number stands for one
-    of 4 bits in floating point, and an exponent e for 2^(e - 127). The table has doubled values,
-    which are whole numbers, so scales are half as large.
+    """Groups of 32 inputs, (outputs, inputs) and (outputs, groups) uint8: a number is an FP4 code
+    (e2m1), and an exponent e means 2^(e - 127). The table has doubled values, which are whole
+    numbers, so scales are half as large.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0
     """
@@ -188,7 +190,7 @@ def mxfp4(numbers: Tensor, exponents: Tensor) -> Grouped:
 
 
 def in_turn(first: Grouped, second: Grouped) -> Grouped:
-    """Returns a weight with the rows of two in turn; both are of one format."""
+    """Interleaves the rows of two weights of one format."""
     def mixed(*both: Any) -> Any:
         if both[0] is None:
             return None

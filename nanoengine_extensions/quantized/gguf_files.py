@@ -109,8 +109,8 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
 
 
 def factors_of(tables: dict[str, Any]) -> dict[str, list[float]]:
-    """Returns what matrices in NVFP4 are multiplied by, one number or one for each expert; and the
-    scales of their inputs, which are not rounded here. By the names of these tensors"""
+    """Returns the factors of matrices in NVFP4, one number or one for each expert; and the scales
+    of their inputs, which are not rounded here. By the names of these tensors"""
     every = {name: (file, *each) for file, table in tables.items() for name, each in table.items()}
     found = {}
     for name, (file, _, _, offset, num_bytes) in every.items():

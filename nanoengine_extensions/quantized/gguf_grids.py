@@ -1,5 +1,5 @@
-"""The types of 1 to 3 bits of GGUF matrices, IQ1_S to IQ3_S: an index stands for four or eight
-weights at once, a row of a grid, which the package gguf knows.
+"""The GGUF types of 1 to 3 bits, IQ1_S to IQ3_S: an index selects a row of a grid, which gives four
+or eight weights at once. The package gguf has the grids.
 
 Each type has 16 possible weights, times the scale of a group: a number of the grid with a sign, or
 in IQ1, plus or minus 1/8. So the weights become numbers of 4 bits, with a table.
@@ -24,7 +24,7 @@ from torch import Tensor
 # the bytes of a block of 256 inputs
 SIZES = {"IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ3_XXS": 98, "IQ3_S": 110, "IQ1_S": 50,
          "IQ1_M": 56}
-# what the numbers of a grid are multiplied by, and otherwise 1; the scale of a group is then odd
+# the factors of the grids, 1 for others; with a factor, the scale of a group is odd
 FACTORS = {"IQ2_XXS": 1 / 8, "IQ2_XS": 1 / 8, "IQ2_S": 1 / 8, "IQ3_XXS": 1 / 4}
 # for eight bits, a byte each: 8 for a bit that is set
 EIGHTS = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1) * 8
@@ -39,7 +39,7 @@ def values_of(kind: str) -> Tensor:
 
 
 def table_of(kind: str) -> Tensor:
-    """Returns what the 16 numbers of a type stand for; those from 8 on have a minus."""
+    """Returns the 16 possible weights of a type; those from 8 on have a minus."""
     values = values_of(kind)
     halves = (values + 1 / 8, values - 1 / 8) if kind[2] == "1" else (values, -values)
     table = torch.zeros(2, 8, dtype=torch.float32, device="cpu")

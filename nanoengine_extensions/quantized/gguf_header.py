@@ -1,7 +1,7 @@
-"""What the header of a GGUF file says: the config.json of its model, and the places of tensors.
+"""Reads the header of a GGUF file: the config.json of its model, and the places of tensors.
 
-The `gguf` package reads it. A file leaves out what llama.cpp has in its code: for models other than
-the engine's own, the extension gguf_families knows it.
+The package `gguf` parses it. A file leaves out what llama.cpp has in its code: for models other
+than the engine's own, the extension gguf_families knows it.
 """
 
 from pathlib import Path
@@ -60,7 +60,7 @@ class Reader(gguf.GGUFReader):
 
 
 class Header:
-    """What the GGUF files of a model say about it, without their weights."""
+    """The header of a model's GGUF files, without the weights."""
 
     def __init__(self, files: list[Path]) -> None:
         with naming(ValueError("the file is incomplete, or not a GGUF file: download it again")):
@@ -75,7 +75,7 @@ class Header:
             asked = f"general.architecture={self.architecture!r}"
             self.others = extension("gguf_families", asked).FAMILIES
         self.family = self.others.get("mixtral" if has_experts else self.architecture)
-        # the last layers can be those that guess further tokens
+        # the last layers can be those for multi-token prediction
         guessing = self.find(f"{self.architecture}.nextn_predict_layers", 0)
         self.num_layers = self.find(f"{self.architecture}.block_count", 0) - guessing
         self.names = NAMES | (self.family.names if self.family else {})
@@ -219,7 +219,7 @@ class Header:
         return [token for token in dict.fromkeys(found) if token is not None]
 
     def rope(self) -> dict[str, Any]:
-        """Returns what scales positions. As in llama.cpp, a factor without a type is "linear"."""
+        """Returns the `rope_parameters`. As in llama.cpp, a factor without a type is "linear"."""
         theta = self.of_model("rope.freq_base", 10000.0)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         kind = self.find(f"{self.architecture}.rope.scaling.type", "linear")

@@ -1,8 +1,8 @@
-"""The whole numbers and scales of a GGUF matrix: what `gguf.dequantize` computes with.
+"""Reads the integers and scales of a GGUF matrix, with which `gguf.dequantize` computes.
 
-Layouts are those of llama.cpp's `ggml-common.h`: blocks of 32 inputs, or of 256 in the K-quants,
-whose scales are whole numbers, too, times one in float16. Numbers of IQ4_NL, IQ4_XS, MXFP4 and
-NVFP4 stand for those of a table. Types of 1 to 3 bits that begin with IQ: see gguf_grids.py.
+Layouts are those of llama.cpp's `ggml-common.h`: blocks of 32 inputs, or super-blocks of 256 in the
+K-quants, whose scales are integers, too, times one in float16. Numbers of IQ4_NL, IQ4_XS, MXFP4 and
+NVFP4 are indices into a table. Types of 1 to 3 bits that begin with IQ: see gguf_grids.py.
 """
 
 import torch
@@ -18,11 +18,11 @@ SIZES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q2_K": 84,
          **gguf_grids.SIZES}
 # those with blocks of 256 inputs
 ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0", *gguf_grids.SIZES)
-# what the numbers of IQ4_NL and IQ4_XS stand for
+# the table of IQ4_NL and IQ4_XS
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
                    dtype=torch.float32, device="cpu")
 
-# what the scales of NVFP4 stand for, halved, as its table has doubled values: e4m3 without a sign
+# the values of NVFP4's scales (e4m3 without a sign), halved, as its table has doubled values
 UE4M3 = E4M3.abs() / 2
 UE4M3[[127, 255]] = torch.tensor([0.0, 240.0], device="cpu")
 # the powers of 3 by which the five digits of a byte of TQ1_0 move to its higher bits
@@ -90,7 +90,7 @@ def of_256(x: Tensor, kind: str) -> Grouped:
         lows = torch.cat((b & 63, c >> 4 | b >> 6 << 4), -1)
         return nested(numbers, scales, 4 if kind == "Q4_K" else 8, halves(x[..., :4]), lows)
     if kind[:2] == "TQ":
-        # 0 to 2, which stand for -1 to 1
+        # 0 to 2 mean -1 to 1
         numbers = parts(x[..., :-2].unflatten(-1, (2, -1)), 2)
         if kind == "TQ1_0":
             # five digits of 32 bytes, of 16, and four of the last four

@@ -1,4 +1,5 @@
-"""Products with a packed weight (packed.py), for a CPU, with the operations around them.
+"""Matrix products with a packed weight (packed.py), for a CPU, fused with the operations around
+them.
 
     weights.py      each number becomes a weight, which is multiplied
     sums.py         numbers are multiplied, and then the sums of each group by its scale

@@ -9,15 +9,15 @@ from nanoengine.features import rejected
 # an entry, its value, and what is accepted
 Row = tuple[str, Any, list]
 
-# of formats that are not read
+# the advice for formats that are not read
 ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
 # entries that ask for rounded activations, or a rounded KV cache
 ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme", "activation_scheme",
                "activation_scale_ub", "activation", "kv_cache_quant_algo", "load_in_8bit")
-# of GPTQModel and AutoRound: weights are rotated, so some products need rotated inputs
+# entries of GPTQModel and AutoRound: weights are rotated, so some products need rotated inputs
 ROTATIONS = "rotation", "rotation_config", "spinquant_config"
-# of compressed-tensors: how weights are stored, and their types and bits
+# compressed-tensors: how weights are stored, and their types and bits
 STORED = ["pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
           "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"]
 TYPES = ["int 4", "int 8", "float 4", "float 8"]
@@ -27,13 +27,13 @@ STRATEGIES = {"tensor": (0, 0), "channel": (1, 0)}
 BLOCKS = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128),
           "NVFP4": (1, 16), "W4A16_NVFP4": (1, 16), "MXFP8": (1, 32)}
 ALGORITHMS = ["", *BLOCKS, "MIXED_PRECISION"]
-# of GPTQ
+# GPTQ's bits
 BITS = [2, 3, 4, 8]
-# of MLX: bits, and inputs of a group
+# MLX's modes: bits, and inputs of a group
 MLX_MODES: dict[str, tuple[list, list]] = {
     "affine": ([2, 3, 4, 5, 6, 8], [32, 64, 128]), "mxfp4": ([4], [32]), "mxfp8": ([8], [32]),
     "nvfp4": ([4], [16])}
-# of AutoRound: the format that its files have
+# the format of AutoRound's files
 PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
            "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
            "auto_round:auto_awq": "awq", "auto_round:awq": "awq"}

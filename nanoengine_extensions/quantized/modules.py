@@ -152,16 +152,17 @@ def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool,
         found = found.dequantized()
     if tensor.is_quantized:
         warn_once("quantized weights of some matrices are dequantized when they are loaded, since "
-                  "kernels know no act-order, no scales of more than 15 bits, NF4 only with "
-                  "AVX-512, only groups of 16, 32, 64 or 128 inputs, or of multiples of these, and "
-                  "only rows of at most 64 KiB in the model's dtype")
+                  "kernels support no act-order and no scales of more than 15 bits, and need "
+                  "AVX-512 for NF4, groups of 16, 32, 64 or 128 inputs, or of multiples of these, "
+                  "and rows of at most 64 KiB in the model's dtype")
     return found.to(dtype)
 
 
 def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtype,
             is_whole: bool = True) -> bool:
-    """Whether one product can combine some parts: all are packed for the same kernel, and have the
-    same inputs; if they are whole, not halves, blocks of a part follow those of the last one."""
+    """Whether one product can combine some parts: all are packed for the same kernel, with the same
+    inputs. If they are whole, not halves, each part but the last must fill whole blocks of
+    outputs."""
     if any(part.ndim > 1 for part in parts):
         return False
     forms = [packed.form_of(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Where numbers lie in the record of a packed weight (packed.py), and how they get there."""
+"""The order of numbers in the record of a packed weight (packed.py); the loop that stores them."""
 
 import functools
 from collections.abc import Callable
@@ -33,10 +33,10 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
              by_sums: bool) -> Tensor:
     """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored.
 
-    A vector has 16 numbers: of 16 outputs; in bfloat16, both inputs of 8 outputs in turn, or of the
-    other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs, then of
-    the others. With sums, a vector of 8-bit numbers is 16 bytes, and a vector of smaller numbers
-    has the first inputs of 16 outputs, or the second ones.
+    A vector has 16 numbers: of 16 outputs; in bfloat16, of two inputs of 8 outputs, interleaved, or
+    of the other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs,
+    then of the others. With sums, a vector of 8-bit numbers is 16 bytes, and a vector of smaller
+    numbers has the first inputs of 16 outputs, or the second ones.
     """
     block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
     x = numbers.unflatten(1, (-1, group // per_word, per_word))

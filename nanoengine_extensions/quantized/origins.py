@@ -21,8 +21,8 @@ class Origin(Tensor):
     """A tensor of a model, without numbers.
 
     sources: itself, and those of which it can be a view
-    parts: the matrices of files (`Stored`) whose rows it has, one below the other; if it has three
-        dimensions, such a list for each of its matrices; None: it was made in another way
+    parts: the matrices of files (`Stored`) whose rows it concatenates; if it has three dimensions,
+        such a list for each of its matrices; None: it was made in another way
     """
 
     parts: Any
@@ -44,7 +44,7 @@ class Origin(Tensor):
         found = func(*tree_map(as_meta, args), **tree_map(as_meta, kwargs or {}))
         first = args[0] if isinstance(args[0], list) else [args[0]]
         if func._schema.is_mutable:
-            # what is written is not in the files
+            # written values are not in the files
             for each in first[0].sources:
                 each.parts = None
             return first[0]
@@ -64,7 +64,7 @@ class Origin(Tensor):
 
 
 def joined(of_all: list[Any], dim: int) -> list[Any]:
-    """Returns the parts of matrices that are put one below the other."""
+    """Returns the parts of matrices whose rows are concatenated."""
     if dim == 0:
         return [part for parts in of_all for part in parts]
     return [joined([*each], 0) for each in zip(*of_all)]

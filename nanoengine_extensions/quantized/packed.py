@@ -1,9 +1,9 @@
 """A quantized weight as a kernel reads it: numbers and scales, in blocks of outputs.
 
-    header      24 int64: those of `Form`, and from the 16th on, a table of what numbers of 4 bits
-                stand for: 16 numbers in float32; for sums in bfloat16, 16 such numbers twice
+    header      24 int64: those of `Form`, and from the 16th on, a lookup table for 4-bit numbers:
+                16 values in float32; for sums in bfloat16, 16 such values twice
     each block of outputs
-        scales of 256 inputs, in float16, if the others are multiplied by them
+        scales of 256 inputs, in float16, where the scales of groups are multiplied by them
         each group of inputs: a record
             scales      of each output; then lows and zeros, where there are any
             numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each
@@ -29,12 +29,12 @@ from nanoengine_extensions.quantized.order import FLOAT8, block_of, order_of, pl
 HEADER, TABLE = 24, 8 * 16
 # whether kernels look up numbers of 4 bits
 HAS_TABLES = has("avx512bw")
-# how scales and lows are stored, by the logarithm of their bytes: as int8 times one in float16, in
-# float16, in float32; 3 is 0 again: a power of two
+# how scales and lows are stored: as int8 times one in float16, in float16, in float32, or as a
+# power of two in a byte. The number modulo 3 is the logarithm of the size in bytes
 NESTED, HALF, FLOAT, EXPONENT = range(4)
 STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED,
            torch.float8_e8m0fnu: EXPONENT}
-# inputs with one scale above their groups'
+# the inputs of a super-block, whose groups' scales share one scale
 ABOVE = 256
 # an address is enough: arrays that kernels read have no end
 ANY = 2**40
@@ -45,11 +45,11 @@ class Form(NamedTuple):
 
     group, record, head: inputs of a group, bytes of its record, and bytes before its numbers.
     storage: how scales are stored; zero: the zero of all groups, unless they have_zeros.
-    nested: groups with one scale above theirs; 0: there is none.
+    nested: how many groups a super-block has; 0: there are no super-blocks.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
     width: how numbers are read: in 4 bits, or in 8 bits, of which they need 6 or 8; FLOAT8.
-    has_table: whether numbers have no meaning but that of a table.
+    has_table: whether numbers are only indices into a table.
     """
 
     bits: int
@@ -186,8 +186,8 @@ def is_exact(numbers: Tensor) -> bool:
 
 
 def table_of(values: Tensor | None, dtype: torch.dtype, by_sums: bool) -> Tensor | None:
-    """Returns what stored numbers of 4 bits stand for, or None if the dtype of sums cannot
-    represent it. values: what the numbers stand for; None: themselves"""
+    """Returns the lookup table of stored 4-bit numbers, or None if the dtype of sums cannot
+    represent it. values: the table of the numbers; None: they are the values"""
     numbers = torch.arange(16, dtype=torch.float32, device="cpu")
     if not by_sums:
         return numbers if values is None else values

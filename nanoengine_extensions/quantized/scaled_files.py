@@ -1,4 +1,4 @@
-"""Weights beside their scales: compressed-tensors, FP8 of DeepSeek, FBGEMM and ModelOpt, NVFP4. The
+"""Weights with their scales: compressed-tensors, FP8 of DeepSeek, FBGEMM and ModelOpt, NVFP4. The
 types of the tensors say what a weight is:
 
     q_proj.weight           (outputs, inputs) float8_e4m3fn or int8
@@ -9,7 +9,7 @@ types of the tensors say what a weight is:
         or …_scale_inv      or one for all; in uint8: exponents of powers of two
     q_proj.weight_scale_2, weight_global_scale      what scales are multiplied, or divided by
 
-What such models say about activations and the KV cache is left out: these are not rounded.
+Entries about activations and the KV cache are ignored: these are not rounded.
 """
 
 import re
@@ -32,7 +32,7 @@ PARTS = (*SCALES, "_scale_2", "_global_scale", "_zero_point", "_shape", "_g_idx"
 # scales of what is not rounded here
 OTHERS = re.compile(r"(\.|_proj_|prob_)(input|output|activation|kv|[qkv])_(global_)?"
                     r"(scale|scale_ub|zero_point)$")
-# what a weight is, by the type of its numbers
+# the format of a weight, by the type of its numbers
 KINDS = {"F8_E4M3": "FP8", "I8": "INT8", "U8": "FP4", "I32": "INT4 or INT8"}
 # the types of scales, by that of the numbers; of others: FLOATS
 SCALE_KINDS = {torch.float8_e4m3fn: FLOATS + EXPONENTS, torch.uint8: ("F8_E4M3", *EXPONENTS)}

@@ -27,7 +27,7 @@ EXPONENTS = ("U8", "F8_E8M0")
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 Kinds = tuple[str, ...]
 Shapes = Sequence[Sequence[int]]
-# the type of tensors that are quantized when they are read begins with this
+# the prefix of the type of tensors that are quantized when they are read
 ROUNDED = "rounded"
 
 
@@ -95,8 +95,8 @@ class Index:
         return self.part(name, kinds, shapes) if name in self.files else None
 
     def part(self, name: str, kinds: Kinds, shapes: Shapes, number: int | None = None) -> Tensor:
-        """Returns a tensor that belongs to a weight, in one of these shapes; in the file, it can
-        have other 1s. number: of a matrix, to read only this one
+        """Returns a tensor that belongs to a weight, in one of these shapes; dimensions of size 1
+        can differ in the file. number: of a matrix, to read only this one
 
         Raises ValueError for another type or shape, and for numbers that are not finite.
         """
@@ -114,7 +114,7 @@ class Index:
         values = found.view(torch.float8_e8m0fnu) if is_exponent else found
         if values.is_floating_point() and not values.float().isfinite().all():
             raise rejected(where, "inf or nan", "finite numbers")
-        # one that has the same 1s comes first
+        # the shape in the file comes first
         first = min(fitting, key=lambda each: [*each] != shape)
         return found.reshape(first if number is None else first[1:])
 

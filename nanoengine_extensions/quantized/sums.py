@@ -1,4 +1,4 @@
-"""Products with whole numbers: a scale multiplies the sum of a group, and not each number.
+"""Products with the integers themselves: a scale multiplies the sum of a group, not each number.
 
     row * ((number - zero) * scale + low)
         = (row * (number - middle)) * scale + row * (low + (middle - zero) * scale)
@@ -21,15 +21,15 @@ from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # each row keeps the sums of this many neighbouring inputs; the size of a group is a multiple
 UNIT = 16
-# of all the rows that a thread has copied
+# the units of all rows that a thread has copied
 UNITS = 2 * (PART + MOST_ROWS * LANES) // UNIT
-# of the groups of a slice; a group has at least 8 words
+# the scales of the groups of a slice; a group has at least 8 words
 SCALES_OF_SLICE = 2 * SLICE // 8
 # rows at a time: registers hold their sums of a group, and of all groups
 FEWER = 3
 # the most sums in registers
 HELD = STEP * BLOCK
-# the scales of a group of a block, and what is added to its weights
+# the scales of a group of a block, and the numbers that are added to its weights
 OPEN = 2 * BLOCK
 
 
@@ -49,7 +49,7 @@ def group_and_shift(part):
 
 @inlined()
 def open_sums(part, number, n, has_shift, scales):
-    """Reads the scales of group `n` of a block, and what the sums of rows are multiplied by."""
+    """Reads the scales of group `n` of a block, and the factors of the sums of rows."""
     (bits, _, record, _, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size

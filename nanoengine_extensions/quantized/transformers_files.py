@@ -27,8 +27,8 @@ def load(tensors: Opened, kind: Any, folder: object, config: Any,
 
 
 def check_parts(tensors: Opened, found: dict[str, Any]) -> None:
-    """Raises ValueError for a tensor that nothing reads beside a quantized weight of the model: it
-    can change what the weight stands for. tensors: by the names in the files"""
+    """Raises ValueError for an unused tensor beside a quantized weight of the model: it can change
+    the meaning of the weight. tensors: by the names in the files"""
     unused = found["unexpected_keys"]
     modules = {name.rpartition(".")[0] for name, each in tensors.items()
                if each.is_quantized and name not in unused}
@@ -92,7 +92,7 @@ def add_keys_and_values(tensors: Opened, num_heads: int, name: str) -> None:
 
 
 def in_one(parts: list[Stored]) -> Stored:
-    """Returns the rows of several matrices, one below the other."""
+    """Concatenates the rows of several matrices."""
     shape = [sum(each.shape[0] for each in parts), parts[0].shape[1]]
     return Stored("F32", shape, lambda: torch.cat([each.read() for each in parts]))
 

@@ -88,7 +88,8 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
 
 
 def origin_of(tensor: Stored, dtype: torch.dtype) -> Any:
-    """Returns what transformers gets in place of a tensor: the tensor itself if it is a vector."""
+    """Returns the substitute that transformers gets for a tensor: the tensor itself if it is a
+    vector."""
     if isinstance(tensor, Matrices):
         return Origin(tensor.shape, dtype, tensor.parts)
     return Origin(tensor.shape, dtype, [tensor]) if len(tensor.shape) == 2 else tensor

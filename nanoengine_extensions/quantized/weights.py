@@ -1,4 +1,4 @@
-"""Products with a packed weight (packed.py), whose numbers become weights on the way.
+"""Products with a packed weight (packed.py), whose numbers are expanded into weights on the fly.
 
     few rows, on registers of AVX-512      16 words are expanded and multiplied at once
     more rows, on tiles, with AVX2         a slice is expanded into the L1 cache, and multiplied

@@ -1,4 +1,4 @@
-"""Turns packed words into numbers, in LLVM's language.
+"""Turns packed words into numbers, in LLVM IR.
 
 With AVX-512, numbers of 4 bits are looked up in a table that one register holds: the weight brings
 it (packed.py). In bfloat16, bytes with numbers of 6 bits are looked up in a table of two registers.
@@ -82,7 +82,7 @@ def pairs_of(builder, words, width, has_sign, table):
 
 
 def whole_of_6_bits(has_sign):
-    """What numbers of 6 bits stand for, in bfloat16: a table of two registers."""
+    """A lookup table for 6-bit numbers, in bfloat16, in two registers."""
     below = 32 if has_sign else 64
     numbers = [number if number < below else number - 64 for number in range(64)]
     halves = [struct.unpack("<HH", struct.pack("<f", number))[1] for number in numbers]

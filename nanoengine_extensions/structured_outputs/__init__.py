@@ -23,7 +23,7 @@ CONDITIONS: list[Condition] = [
 def check(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """Returns `wanted`. Raises ValueError if no grammar can be made from it. Needs no tokenizer.
 
-    name: what a user calls it
+    name: its name for the user
     """
     with naming("structured_outputs need llguidance"):
         from nanoengine_extensions.structured_outputs.grammar import LLMatcher, reason_of, to_lark

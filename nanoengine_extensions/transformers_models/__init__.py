@@ -265,7 +265,7 @@ def refused(config: PretrainedConfig, reason: object) -> ValueError:
 
 
 def describe(config: PretrainedConfig) -> PretrainedConfig:
-    """Returns what the engine must know about a model. `load` adds the shape of its KV cache.
+    """Returns the config that the engine needs for a model. `load` adds the shape of its KV cache.
 
     Raises ValueError for layers whose state is not K and V of tokens.
     """

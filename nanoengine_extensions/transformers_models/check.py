@@ -70,9 +70,9 @@ class Recorded(NamedTuple):
 
     query, key, value: (1, heads, tokens, head_dim) of each. scale: of the scores. mask: see `Mask`.
     window: how many keys a query sees; None for all. soft_cap: scores, scaled, become soft_cap *
-    tanh(score / soft_cap); None for none. sinks: (heads,) float32, a further score of each query
-    head, whose weight is dropped; None for none. is_plain: whether it is causal attention with
-    this window, cap and sinks, and nothing else. owner: a weak reference to the module that calls.
+    tanh(score / soft_cap); None for none. sinks: (heads,) float32, one more score of each query
+    head, whose weight is dropped; None for none. is_plain: whether it is causal attention with this
+    window, cap and sinks, and nothing else. owner: a weak reference to the module that calls.
     """
 
     query: torch.Size

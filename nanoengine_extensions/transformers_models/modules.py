@@ -146,7 +146,7 @@ def fast_modules(inputs: Inputs, dtype: torch.dtype, others: Others) -> None:
 
 
 def only_tensors(calls: list[Any]) -> list[Tensor]:
-    """Returns what a module gets in its calls, if that is one tensor in each."""
+    """Returns the inputs of a module's calls, if each is one tensor."""
     given = [arguments[0] for arguments, options in calls if len(arguments) == 1 and not options]
     is_all = len(given) == len(calls) and all(isinstance(each, Tensor) for each in given)
     return given if is_all else []

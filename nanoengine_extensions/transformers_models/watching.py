@@ -1,5 +1,5 @@
-"""Watches a transformers model in a step: which of its layers do the same thing, whether it counts
-its tokens, and where the host waits for the GPU.
+"""Watches a transformers model in a step: finds the layers that do the same thing, tokens that the
+model counts, and places where the host waits for the GPU.
 
 The check of a model runs a few layers of each kind: the first, one in the middle and the last.
 Layers are of one kind if three things hold. Their classes and the shapes of their parameters are

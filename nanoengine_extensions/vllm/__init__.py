@@ -9,7 +9,7 @@ that have no effect here, names of types, and subclasses with the rest of `Sampl
 Two lists have keywords of vLLM, those of older versions included, and keys of its prompts:
 
     without_effect.txt    those that change no token here, whatever their value
-    off.txt               those that this engine has nothing like, so they must turn nothing on
+    off.txt               those for features that this engine lacks: they must turn nothing on
 """
 
 from enum import Enum
@@ -70,7 +70,7 @@ def advice(name: str) -> str:
 
 
 def instead(name: str) -> str:
-    """Returns what this engine has in place of something that it refuses."""
+    """Returns advice: the replacement, if any, for something that this engine refuses."""
     return f"use {INSTEAD[name]}" if name in INSTEAD else "this engine has nothing like it"
 
 
@@ -255,7 +255,7 @@ class LLM(nanoengine.LLM):
                  **options: Any) -> list[Any]:
         """Generates as nanoengine does."""
         if prompts is not None and prompt_token_ids is not None:
-            raise rejected("prompt_token_ids", prompt_token_ids, "left out beside prompts")
+            raise rejected("prompt_token_ids", prompt_token_ids, "left out if prompts are given")
         self.check_logprobs(sampling_params)
         prompts = plain(prompt_token_ids if prompts is None else prompts)
         return super().generate(prompts, sampling_params, use_tqdm, priority, **without(options))

@@ -436,7 +436,7 @@ def test_prompts_by_their_former_name(llm):
         generate(llm, ids))
     assert token_ids(llm.generate(prompt_token_ids=ids[0], sampling_params=GREEDY)) == token_ids(
         generate(llm, ids[:1]))
-    with pytest.raises(ValueError, match="prompt_token_ids=.*beside prompts"):
+    with pytest.raises(ValueError, match="prompt_token_ids=.*left out if prompts are given"):
         llm.generate("Once", GREEDY, prompt_token_ids=ids)
     with pytest.raises(ValueError, match="prompts=None"):
         llm.generate()
