@@ -64,7 +64,7 @@ def extension(name: str, asked: str = "") -> ModuleType:
     """
     if module := optional(f"nanoengine_extensions.{name}"):
         return module
-    raise ValueError(f"{asked or name} needs nanoengine_extensions/{name} and its packages")
+    raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")
 
 
 # ------------------------------------------------------------------------------ their options

@@ -104,7 +104,7 @@ def is_deleted(feature: str) -> bool:
 def deleted_feature(error: object) -> str:
     """The name of the deleted feature that an error names; empty for every other error."""
     found = re.search(r"(?:needs nanoengine_extensions/|No module named 'nanoengine_extensions\.|"
-                      r"cannot import name ')(\w+)(?: and its packages|'|\.)", str(error))
+                      r"cannot import name ')(\w+)(?:\.py, which is not|'|\.)", str(error))
     return found[1] if found and is_deleted(found[1]) else ""
 
 

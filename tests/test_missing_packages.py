@@ -17,10 +17,10 @@ from nanoengine import LLM, SamplingParams
 PACKAGES = {
     "pydantic": ("nanoengine_extensions.strict", "SamplingParams(temperatur=1)", "temperatur"),
     "psutil": ("nanoengine_extensions.swapping", "LLM(model, preemption_mode='swap', **options)",
-               "preemption_mode='swap' needs nanoengine_extensions/swapping"),
+               "preemption_mode='swap' needs nanoengine_extensions/swapping.py"),
     "numba": ("nanoengine_cpu", "LLM(model, attention_backend='numba', **options)",
               "attention_backend='numba' is not accepted"),
-    "jinja2": ("nanoengine_extensions.chat", "llm.chat([])", "needs nanoengine_extensions/chat"),
+    "jinja2": ("nanoengine_extensions.chat", "llm.chat([])", "needs nanoengine_extensions/chat.py"),
     "uvicorn": (None, "extension('serve', 'serve')", 'pip install "nanoengine[serve]"'),
     "llguidance": (None, "llm.generate([[5]], SamplingParams(structured_outputs={'regex': 'a'}))",
                    "structured_outputs need llguidance")}
