@@ -1,4 +1,4 @@
-"""Quantized models: GGUF files, AWQ, GPTQ, compressed-tensors, FP8, INT8, MXFP4, NVFP4, NF4; and
+"""Quantized models: GGUF, AWQ, GPTQ, MLX, compressed-tensors, FP8, INT8, MXFP4, NVFP4, NF4; and
 `quantization`, which rounds the weights of any model when they are loaded.
 
 A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
