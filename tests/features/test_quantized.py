@@ -1026,9 +1026,9 @@ def test_what_has_no_packed_form(make_quantized, caplog, name):
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
     assert [line for line in caplog.messages if "no act-order" in line] == [
         "quantized weights of some matrices are dequantized when they are loaded, since kernels "
-        "know no act-order, no scales of more than 15 bits, NF4 only with AVX-512, only groups of "
-        "16, 32, 64 or 128 inputs, or of multiples of these, and only rows of at most 64 KiB in "
-        "the model's dtype"]
+        "support no act-order and no scales of more than 15 bits, and need AVX-512 for NF4, groups "
+        "of 16, 32, 64 or 128 inputs, or of multiples of these, and rows of at most 64 KiB in the "
+        "model's dtype"]
 
 
 def test_scales_of_many_bits_have_no_packed_form():
