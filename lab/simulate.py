@@ -71,10 +71,13 @@ class SimulatedRunner:
     engine: the engine that runs on it. workload: the requests that `arrivals` will queue.
     """
 
-    backend = "simulated"
+    is_invariant = True
+
     def __init__(self, cost: Cost, config: EngineConfig, workload: Workload) -> None:
         self.cost = cost
         self.now = 0.0
+        # any that is asked for
+        self.backend = config.attention_backend
         longest = max(map(len, workload.prompts)) + max(workload.max_tokens)
         self.max_model_len = config.max_model_len or longest
         self.block_bytes = cost.kv_bytes * config.block_size
@@ -132,9 +135,9 @@ def simulate(args: Any, workload: Workload, cost: Cost,
     runner = SimulatedRunner(cost, replace(args.engine_config, **changes), workload)
     engine = runner.engine
     gap = 1 / args.rate if args.rate else 0.0
-    arrivals = np.random.default_rng(engine.config.seed).exponential(gap, len(workload.prompts))
+    times = np.random.default_rng(abs(engine.config.seed)).exponential(gap, len(workload.prompts))
     seqs = []
-    for seq in runner.arrivals(workload, arrivals.cumsum().tolist()):
+    for seq in runner.arrivals(workload, times.cumsum().tolist()):
         seqs.append(seq)
         if args.reject and not can_start(engine):
             engine.finish(seq, "abort")

@@ -374,6 +374,14 @@ def test_bad_flags(capsys, module, flags):
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize("module", [simulate, film])
+def test_nothing_is_computed_so_any_kernel_will_do(tmp_path, monkeypatch, module):
+    monkeypatch.chdir(tmp_path)
+    for flags in (("--no-kernels",), ("--attention-backend", "numba"), ("--batch-invariant",),
+                  ("--seed", "-1")):
+        module.main(["memory", *flags, "--num-seqs", "3"])
+
+
 @pytest.mark.needs("guards")
 @pytest.mark.parametrize("module, flags", [
     (simulate, (*SMALL, "--num-kv-blocks", 2)), (film, ("memory", "--block-size", 1)),
