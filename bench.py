@@ -42,7 +42,7 @@ import transformers
 
 from lab.figures import Figures, Runs, figures_of, report, medians_of
 from lab.limits import matrix_rate, seconds_of, step_limit
-from lab.options import Parser, Workload, new_engine
+from lab.options import Parser, Workload, command, new_engine
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import load_config, load_tokenizer
 from nanoengine.model_runner import choose_dtype
@@ -172,8 +172,7 @@ def measure(engine: str, args: Namespace, workload: Workload, after_imports: int
 
 def warm_up_for(workload: Workload) -> Workload:
     """Returns two small requests that share no prefix with a workload."""
-    used = {prompt[0] for prompt in workload.prompts}
-    unused = min(set(range(len(used) + 1)) - used)
+    unused = min({*range(len(workload.prompts) + 1)} - {prompt[0] for prompt in workload.prompts})
     prompts = [[unused, *range(7)], [unused, *range(1, 8)]]
     return Workload(prompts, [4, 5], [4, 5], workload.temperature)
 
@@ -234,12 +233,13 @@ def parse(argv: list[str]) -> tuple[Namespace, Workload]:
     args.python = dict(item.partition("=")[::2] for item in args.python)
     if not {*args.engines, *args.python} <= ENGINES.keys() or not all(args.python.values()):
         parser.error(f"--engine {args.engine}, --python ENGINE=COMMAND: of {', '.join(ENGINES)}")
-    is_here = "vllm" in args.engines and "vllm" not in args.python
-    if is_here and importlib.util.find_spec("vllm") is None:
+    here = {*args.engines} - {*args.python}
+    if "vllm" in here and importlib.util.find_spec("vllm") is None:
         parser.error("--engine vllm: it is not installed here, see --python")
     return args, parser.draw(args)
 
 
+@command
 def main(argv: list[str]) -> None:
     after_imports = psutil.Process().memory_info().rss
     args, workload = parse(argv)
@@ -265,4 +265,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -13,7 +13,6 @@ share of blocks that sequences hold, and "kv waste" the share of their slots tha
 prefill step computes a prompt or a part of one, a decode step none.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,7 @@ from nanoengine_extensions.metrics import metrics_of
 from nanoengine_extensions.policies import overtaking
 from .drawing import draw_comparison, draw_timeline, write_perfetto
 from .figures import Figures, Runs, figures_of, report
-from .options import Parser, Workload, new_engine, picture
+from .options import Parser, Workload, command, new_engine
 
 Options = dict[str, Any]  # options of the engine, or of the sampling
 COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name
@@ -53,8 +52,8 @@ def comparison_parser(description: str | None, workload: str, repeat: int) -> Pa
     parser = Parser(description, workload)
     parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="none")
     parser.add_argument("--repeat", type=int, default=repeat, help="runs of each variant")
-    parser.add_argument("--plot", type=picture, help="a chart of the variants")
-    parser.add_argument("--timeline", type=picture, help="the steps of each: NAME-swap.png")
+    parser.add_argument("--plot", type=Path, help="a chart of the variants")
+    parser.add_argument("--timeline", type=Path, help="the steps of each: NAME-swap.png")
     parser.add_argument("--trace", type=Path, help="the same for ui.perfetto.dev: NAME-swap.json")
     return parser
 
@@ -115,6 +114,7 @@ def scarce_blocks(workload: Workload, config: Any) -> int:
     return max(needs[-1], sum(needs[-config.max_num_seqs:]) // 3)
 
 
+@command
 def main(argv: list[str]) -> None:
     parser = comparison_parser(__doc__, workload="small", repeat=3)
     # on a CPU, small requests fill several blocks
@@ -131,4 +131,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

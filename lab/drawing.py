@@ -63,8 +63,7 @@ def draw_timeline(trace: list[Step], path: str | Path, block_size: int) -> None:
     for name, colour in STATES.items():
         bars = [(row, start - begin, end - begin) for row, lane in enumerate(rows)
                 for start, end, state in lane if state == name]
-        columns = np.reshape(bars, (-1, 3)).T
-        top.hlines(*columns, colour, linewidth=50 * height / len(rows), label=name)
+        top.hlines(*np.reshape(bars, (-1, 3)).T, colour, lw=50 * height / len(rows), label=name)
     top.set(ylabel="requests, in order of admission", ylim=(len(rows) - 0.3, -0.7))
 
     records = [trace[0], *trace]  # the state that each step left, from the end of the one before

@@ -4,7 +4,6 @@ A figure is a number with a name: the table and the JSON file have the same name
 """
 
 import json
-import statistics
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -
     """Returns the figures of a run on a new engine."""
     metrics = metrics_of(engine).gauges()
     trace = metrics_of(engine).trace
-    figures = {"output_tokens_per_second": metrics["generation_tokens"] / seconds}
-    figures["seconds"] = seconds
+    rate = metrics["generation_tokens"] / seconds
+    figures = {"output_tokens_per_second": rate, "seconds": seconds}
     first_token = [request.time_to_first_token for request in requests]
     per_token = [request.time_per_output_token for request in requests]
     for name, times in (("first_token_ms", first_token), ("per_token_ms", per_token)):
@@ -34,8 +33,8 @@ def figures_of(engine: Engine, seconds: float, requests: list[RequestMetrics]) -
     figures |= figures_of_steps(trace, engine.config.block_size, metrics["right_guesses"])
     if len(trace) == metrics["num_steps"]:
         gaps = [elapsed(one.done, two.began) for one, two in zip(trace, trace[1:])]
-        whole = elapsed(trace[0].began, trace[-1].done)
-        figures["idle_percent"] = 100 * sum(gaps) / whole  # of the device
+        # of the device
+        figures["idle_percent"] = 100 * sum(gaps) / elapsed(trace[0].began, trace[-1].done)
         figures["idle_ms_per_step"] = 1000 * sum(gaps) / len(trace)
     return figures
 
@@ -85,13 +84,13 @@ def elapsed(start: Any, end: Any) -> float:
 
 
 def medians_of(runs: Runs) -> dict[str, Figures]:
-    return {name: {figure: statistics.median(run[figure] for run in found) for figure in found[0]}
+    return {name: {figure: float(np.median([run[figure] for run in found])) for figure in found[0]}
             for name, found in runs.items()}
 
 
 def in_short(values: list[float]) -> str:
     """Returns the median of several runs, and the lowest and highest if they differ."""
-    three = (statistics.median(values), min(values), max(values))
+    three = (float(np.median(values)), min(values), max(values))
     middle, *ends = (f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" for value in three)
     return middle if ends == [middle, middle] else f"{middle} ({'-'.join(ends)})"
 

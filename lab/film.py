@@ -10,16 +10,14 @@ two of them. All generated tokens are equal, also those of two completions of a 
 """
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanoengine.engine import Engine
-from nanoengine.sequence import Batch, Sequence
-from nanoengine_extensions.metrics import RequestMetrics
-from .compare import COMPARISONS, run_until
-from .options import Parser, Workload
+from nanoengine.sequence import Batch
+from .compare import COMPARISONS
+from .options import Parser, Workload, command
 from .simulate import Cost, SimulatedRunner
 
 OPTIONS = {"scheduling": "mixed", "block_size": 4, "num_kv_blocks": 20, "max_num_seqs": 6,
@@ -56,21 +54,15 @@ class Camera(SimulatedRunner):
 def record(args: Any, workload: Workload, changes: dict) -> list[dict]:
     """Returns the frames of a run: a request every `gap` steps, the second with `n` completions."""
     config = replace(args.engine_config, run_ahead=False, **changes)
-    longest = [len(prompt) + most for prompt, most in zip(workload.prompts, workload.max_tokens)]
-    camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, max(longest))
+    camera = Camera(Cost("a step", 1.0, 0.0, 0.0, 0.0), config, workload)
     camera.frames = []
-    engine = camera.engine
-    lengths = {str(number): length for number, length in enumerate(workload.lengths)}
-    for number, prompt in enumerate(workload.prompts):
-        run_until(engine, lengths, number * args.gap)
-        seq = Sequence(str(number), [*prompt], len(prompt), longest[number])
-        seq.kept["metrics"] = RequestMetrics(camera.now)
+    times = [number * args.gap for number, _ in enumerate(workload.prompts)]
+    for number, seq in enumerate(camera.arrivals(workload, times)):
         seq.forks = [seq.fork(index=index) for index in range(1, args.n) if number == 1]
-        engine.add(seq)
-    run_until(engine, lengths)
-    return [*camera.frames, frame_of(engine, Batch())]
+    return [*camera.frames, frame_of(camera.engine, Batch())]
 
 
+@command
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__, workload="film")
     # without the last four: two need real tokens, one holds a function, one has a single variant
@@ -79,16 +71,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--n", type=int, default=2, help="completions of the second request")
     parser.add_argument("-o", "--output", type=Path, default="film.html")
     args = parser.parse(argv, device="cpu", **OPTIONS)
-    if args.engine_config.speculation != "none":
-        parser.error("a film has no tokens to guess")
+    if args.engine_config.speculation != "none" or args.json:
+        parser.error("a film has no tokens to guess, and no results for --json")
     film = vars(parser.draw(args)) | {"title": args.comparison, "variants": {}}
     for name, changes in COMPARISONS[args.comparison].items():
         frames = record(args, parser.draw(args), changes)
         film["variants"][name] = OPTIONS | args.given | changes | {"frames": frames}
-    text = json.dumps(film, default=lambda seq: f"{seq.request_id}.{seq.index}")
-    page = Path(__file__).with_suffix(".html").read_text()
-    args.output.write_text(page.replace("THE_FILM", text))
+    doc = json.dumps(film, default=lambda seq: f"{seq.request_id}.{seq.index}")
+    args.output.write_text(Path(__file__).with_suffix(".html").read_text().replace("THE_FILM", doc))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

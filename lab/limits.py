@@ -10,10 +10,9 @@ limit: reading weights, K and V once at the bandwidth of a sum, which only reads
 """
 
 import functools
-import statistics
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -22,14 +21,11 @@ from nanoengine.config import EngineConfig
 from nanoengine.sequence import Batch, Row, Sequence
 from .drawing import draw_grid
 from .figures import in_short, write_json
-from .options import Parser, picture
-
-SIZES = {"batches": (1, 2, 4, 8, 16, 32, 64, 128, 256), "contexts": (128, 512, 2048, 8192),
-         "prompts": (128, 256, 512, 1024, 2048, 4096, 8192)}
+from .options import Parser, command
 
 
 def seconds_of(function: Callable[[], object], repeats: int = 9) -> float:
-    """Returns the median time of several calls after a warm-up."""
+    """Returns the median time of several calls, an odd number, after a warm-up."""
     finish = torch.cuda.synchronize if torch.cuda.is_available() else int
     times = []
     for _ in range(repeats + 1):
@@ -38,7 +34,7 @@ def seconds_of(function: Callable[[], object], repeats: int = 9) -> float:
         function()
         finish()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return sorted(times[1:])[repeats // 2]
 
 
 def read_bandwidth(device: str) -> float:
@@ -121,9 +117,9 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
     bandwidth = read_bandwidth(llm.config.device)
     found = []
     for num_seqs, computed, length in kinds:
-        batches = steps_between(num_seqs, computed, length, llm.config)
-        num_blocks = sum(len(seq.block_table) for seq in batches[0].sequences)
+        num_blocks = num_seqs * -(-length // llm.config.block_size)
         if num_blocks <= runner.num_kv_blocks and length <= runner.max_model_len:
+            batches = steps_between(num_seqs, computed, length, llm.config)
             times = zip(*((seconds_of(lambda: runner.launch(batch).wait(), 5),  # noqa: B023
                            time_products(runner.model, batch), step_limit(llm, batch, bandwidth))
                           for batch in batches))
@@ -133,12 +129,16 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
     return found
 
 
+@command
 def main(argv: list[str]) -> None:
     parser = Parser(__doc__)
-    for name, sizes in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, nargs="+", default=sizes)
-    parser.add_argument("--plot", type=picture, help="a picture: a line for each context")
+    parser.add_argument("--batches", type=int, nargs="+", default=[2**n for n in range(9)])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 8192])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[2**n for n in range(7, 14)])
+    parser.add_argument("--plot", type=Path, help="a picture: a line for each context")
     args = parser.parse(argv)
+    if min(*args.batches, *args.contexts, *args.prompts) < 1:
+        raise ValueError("--batches, --contexts and --prompts must be at least 1")
     decodes = [(size, length - 1, length) for length in args.contexts for size in args.batches]
     with LLM(**vars(args.engine_config) | {"max_num_seqs": max(args.batches)}) as llm:
         steps = time_steps(llm, decodes)
@@ -149,4 +149,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -5,16 +5,17 @@ A workload consists of prompts as token ids, and the number of tokens that each 
 
 import argparse
 import dataclasses
-import importlib.util
+import io
 import json
 import random
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS, naming
+from nanoengine.features import ALWAYS, naming, rejected
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
@@ -87,34 +88,42 @@ class Parser(argparse.ArgumentParser):
     def add_fields(self, title: str, names: Iterable[str]) -> None:
         """Adds a flag for each name: with a value, or --x and --no-x if it is a bool."""
         group = self.add_argument_group(title)
-        kinds = get_type_hints(EngineConfig)
+        kinds = get_type_hints(EngineConfig) | SIZES
         for name in names:
-            kind: Any = ({"action": argparse.BooleanOptionalAction} if kinds.get(name) is bool
-                         else {"type": SIZES.get(name, number_or_text)})
-            group.add_argument("--" + name.replace("_", "-"), **kind)
+            # int for `int | None`, for example
+            kind = next((each for each in (bool, float, int)
+                         if each in (kinds[name], *get_args(kinds[name]))), str)
+            kw: Any = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+            group.add_argument("--" + name.replace("_", "-"), **kw)
 
     def parse(self, argv: list[str], **defaults: Any) -> argparse.Namespace:
         """Returns the flags, `args.engine_config` (the given options, then `defaults`), and
-        `args.vocab_size`."""
+        `args.vocab_size`. Raises ValueError for bad ones: a file that cannot be written fails
+        before a long run, not after it."""
         args = self.parse_args(argv)
+        for name in ("json", "output", "plot", "timeline", "trace"):
+            path = vars(args).get(name)
+            if path and (path.is_dir() or not path.parent.is_dir()):
+                raise rejected(f"--{name}", str(path), "a file, in a folder that exists")
+            if path and name in ("plot", "timeline"):
+                with naming(f'--{name} {path} needs matplotlib (pip install ".[bench]")'):
+                    from matplotlib.figure import Figure
+                    Figure().savefig(io.BytesIO(), format=path.suffix[1:] or None)
         args.given = {name: value for name, value in vars(args).items()
                       if name in ENGINE_OPTIONS and value is not None}
         if args.config:
             args.model = SHAPES[args.config]
             args.given["load_format"] = "dummy"
         options = {"device": "auto", **defaults, **args.given}
-        try:
-            options["device"] = choose_device(options["device"])
-            folder = find_model(args.model, EngineConfig(str(args.model), **options))
-            args.engine_config = config = EngineConfig(model=str(folder), **options)
-            model_config = load_config(folder, model_impl=config.model_impl)
-            args.vocab_size = model_config.vocab_size
-            if isinstance(vars(args).get("prompts"), Path):
-                inputs = InputProcessor(config, model_config, folder, Features())
-                inputs.max_model_len = 2**31  # not known before the cache
-                args.prompts = read_prompts(args.prompts, inputs)
-        except ValueError as error:
-            self.error(" ".join(str(error).split()))
+        options["device"] = choose_device(options["device"])
+        folder = find_model(args.model, EngineConfig(str(args.model), **options))
+        args.engine_config = config = EngineConfig(model=str(folder), **options)
+        model_config = load_config(folder, model_impl=config.model_impl)
+        args.vocab_size = model_config.vocab_size
+        if isinstance(vars(args).get("prompts"), Path):
+            inputs = InputProcessor(config, model_config, folder, Features())
+            inputs.max_model_len = 2**31  # not known before the cache
+            args.prompts = read_prompts(args.prompts, inputs)
         return args
 
     def draw(self, args: argparse.Namespace) -> Workload:
@@ -126,9 +135,6 @@ class Parser(argparse.ArgumentParser):
                 # a bound that is given alone moves the other one
                 nearer, other = (min, "max") if name[:3] == "min" else (max, "min")
                 setattr(args, name, nearer(size, getattr(args, other + name[3:], None) or size))
-        for kind in ("input", "output"):
-            if not 1 <= getattr(args, f"min_{kind}") <= getattr(args, f"max_{kind}"):
-                self.error(f"--min-{kind} must be from 1 to --max-{kind}")
         if min(args.num_seqs, vars(args).get("repeat", 1)) < 1 or not 0 < args.true_lengths <= 1:
             self.error("--num-seqs and --repeat must be at least 1, --true-lengths above 0, to 1")
 
@@ -148,16 +154,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
-def number_or_text(text: str) -> int | float | str:
-    """The type of an engine option: EngineConfig does not accept a text as a number."""
-    return json.loads(text) if text[:1].isdigit() else text
-
-
-def picture(name: str) -> Path:
-    """The type of a flag for a picture: it fails before a long run, not after it."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError('pictures need matplotlib: pip install ".[bench]"')
-    return Path(name)
+def command(main: Callable[[list[str]], None]) -> Callable[..., None]:
+    """Decorates the `main` of a command: a ValueError ends it in one line, as a wrong flag does."""
+    def run(argv: list[str] | None = None) -> None:
+        try:
+            main(sys.argv[1:] if argv is None else argv)
+        except (ValueError, ArithmeticError) as error:
+            Parser(None).error(" ".join(str(error).split()))
+    return run
 
 
 def draw_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
@@ -170,6 +174,8 @@ def draw_length(rng: random.Random, args: argparse.Namespace, kind: str) -> int:
     kind: "input" or "output"
     """
     low, high = (vars(args)[f"{bound}_{kind}"] for bound in ("min", "max"))
+    if not 1 <= low <= high:
+        raise ValueError(f"--min-{kind} must be from 1 to --max-{kind}")
     if args.lengths == "normal":
         return max(1, round(rng.gauss((low + high) / 2, (low + high) / 20)))
     return rng.randint(low, high) if low < high else low

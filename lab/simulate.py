@@ -8,8 +8,8 @@ A step only advances a clock: by a constant, plus a time for each token and for 
 that is read. The constants are those of Llama-3-8B on an A100, or measured on this machine.
 """
 
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from nanoengine.step_inputs import Launched
 from nanoengine_extensions.metrics import Metrics, RequestMetrics, StepRecord, metrics_of
 from .compare import Options, compare, comparison_parser, run_until, run_variant
 from .figures import Figures, figures_of, report, spans
-from .options import Workload
+from .options import Workload, command
 
 
 @dataclass
@@ -68,18 +68,22 @@ def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
 class SimulatedRunner:
     """Replaces a ModelRunner: `launch` only advances a clock, and every token is 1.
 
-    engine: the engine that runs on it.
+    engine: the engine that runs on it. workload: the requests that `arrivals` will queue.
     """
 
-    backend = "simulated"
-    def __init__(self, cost: Cost, config: EngineConfig, max_model_len: int) -> None:
+    is_invariant = True
+
+    def __init__(self, cost: Cost, config: EngineConfig, workload: Workload) -> None:
         self.cost = cost
         self.now = 0.0
-        self.max_model_len = max_model_len
+        # any that is asked for
+        self.backend = config.attention_backend
+        longest = max(map(len, workload.prompts)) + max(workload.max_tokens)
+        self.max_model_len = config.max_model_len or longest
         self.block_bytes = cost.kv_bytes * config.block_size
         self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
         self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
-        features = Features()
+        features = Features(["guards"])
         features["Metrics"] = Metrics(lambda: self.now)
         self.engine = Engine(config, cast(Any, self), features)
 
@@ -91,12 +95,28 @@ class SimulatedRunner:
         self.now += self.cost.step_seconds + self.cost.token_seconds * num_tokens
         self.now += self.cost.read_byte_seconds * self.cost.kv_bytes * num_read
         self.now += self.cost.swapped_byte_seconds * self.block_bytes * num_swapped
-        tokens = torch.ones(len(batch.sampled), dtype=torch.int32)
         metrics = metrics_of(self.engine)
         if metrics.counters["num_steps"] % 16 == 1 and not self.engine.config.trace:
             metrics.trace.append(StepRecord(
                 batch, began, began, self.now, self.now, metrics=metrics.gauges()))
-        return Launched(batch, tokens, self.now)
+        return Launched(batch, torch.ones(len(batch.sampled), dtype=torch.int32), self.now)
+
+    def arrivals(self, workload: Workload, times: list[float]) -> Iterator[Sequence]:
+        """Yields each request when it is queued, at its time; at last, runs until all have ended.
+
+        Raises ValueError for one that could never run.
+        """
+        lengths = {str(number): length for number, length in enumerate(workload.lengths)}
+        for number, (prompt, due) in enumerate(zip(workload.prompts, times)):
+            run_until(self.engine, lengths, due)
+            self.now = max(self.now, due)
+            longest = len(prompt) + workload.max_tokens[number]
+            seq = Sequence(str(number), [*prompt], len(prompt), longest)
+            seq.kept["metrics"] = RequestMetrics(due)
+            self.engine.features["Guards"].enter([seq], None)
+            self.engine.add(seq)
+            yield seq
+        run_until(self.engine, lengths)
 
 
 def can_start(engine: Engine) -> bool:
@@ -112,25 +132,15 @@ def simulate(args: Any, workload: Workload, cost: Cost,
              changes: Options) -> tuple[Engine, Figures]:
     """Runs a variant once. --rate requests arrive each second (Poisson), or all at once."""
     started = time.perf_counter()
-    config = replace(args.engine_config, **changes)
-    most = max(map(len, workload.prompts)) + max(workload.max_tokens)
-    runner = SimulatedRunner(cost, config, config.max_model_len or most)
+    runner = SimulatedRunner(cost, replace(args.engine_config, **changes), workload)
     engine = runner.engine
     gap = 1 / args.rate if args.rate else 0.0
-    arrivals = np.random.default_rng(config.seed).exponential(gap, len(workload.prompts)).cumsum()
-    lengths = {str(number): length for number, length in enumerate(workload.lengths)}
+    times = np.random.default_rng(abs(engine.config.seed)).exponential(gap, len(workload.prompts))
     seqs = []
-    for index, (prompt, arrival) in enumerate(zip(workload.prompts, arrivals.tolist())):
-        run_until(engine, lengths, arrival)
-        runner.now = max(runner.now, arrival)
-        longest = len(prompt) + workload.max_tokens[index]
-        seq = Sequence(str(index), [*prompt], len(prompt), longest)
-        seq.kept["metrics"] = RequestMetrics(arrival)
-        engine.add(seq)
+    for seq in runner.arrivals(workload, times.cumsum().tolist()):
         seqs.append(seq)
         if args.reject and not can_start(engine):
             engine.finish(seq, "abort")
-    run_until(engine, lengths)
     accepted = [replace(seq.kept["metrics"],
                         num_decoded_tokens=seq.num_tokens - seq.num_prompt_tokens - 1)
                 for seq in seqs if seq.finish_reason != "abort"]
@@ -140,6 +150,7 @@ def simulate(args: Any, workload: Workload, cost: Cost,
     return engine, figures
 
 
+@command
 def main(argv: list[str]) -> None:
     parser = comparison_parser(__doc__, workload="uniform", repeat=1)
     parser.add_argument("--cost", default="a100", choices=("a100", "measured"))
@@ -158,4 +169,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

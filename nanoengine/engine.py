@@ -58,9 +58,9 @@ class Engine:
             self.launcher = guesser = extension("speculation").Speculation(config, runner, features)
             # steps whose tokens are already known come first
             self.scheduler.fill = guesser.around(self.scheduler.fill)
-        # a policy can also be an observer
+        # a policy can also be an observer; no class of a user has this name
         if isinstance(self.scheduler.victim, Feature):
-            features["Victim"] = self.scheduler.victim
+            features["a victim"] = self.scheduler.victim
         self.add = self.scheduler.enqueue
         self.finish = self.scheduler.finish
         self.in_flight: Launched | None = None

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from nanoengine.features import extension
+from nanoengine.features import extension, rejected
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
 
@@ -26,12 +26,15 @@ MOST_OUTPUTS = 2000
 
 
 class AsyncLLM:
-    """Streams of an engine, for the tasks of an event loop, or of several.
+    """Streams of an engine, for the tasks of an event loop, or of several. Raises ValueError for
+    anything but an `LLM`.
 
     calls: those with requests in the engine. running: for each loop, the task that runs steps.
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):
+            raise rejected("llm", llm, "an LLM, as in AsyncLLM(LLM(model))")
         self.llm = llm
         # only one, since a second thread would have its own OpenMP threads
         self.thread = ThreadPoolExecutor(1)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from nanoengine import LLM, RequestOutput
-from nanoengine.features import extension, naming, optional
+from nanoengine.features import extension, naming, optional, rejected
 
 openai = extension("openai_format", "batch")
 # absent on Windows, where nothing keeps two jobs from writing to one file
@@ -256,6 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
     output = flags.output_file
     if output.exists() and not output.is_file():
         parser.error(f"{output} is not a file of results that a job can continue: choose another")
+    if not output.parent.is_dir():
+        parser.error(str(rejected("--output-file", f"{output}", "a file, in a folder that exists")))
     try:
         run(flags)
     except BlockingIOError:

@@ -185,37 +185,38 @@ class Body:
     def index(self, output: RequestOutput, completion: CompletionOutput) -> int:
         return output.index * self.params.n + completion.index
 
-    def content(self, output: RequestOutput, completion: CompletionOutput) -> tuple[str, Tokens]:
-        """Returns the text of a choice, and its tokens if their log-probabilities are asked for."""
-        text = completion.text
-        tokens: Tokens = [*zip(completion.token_ids, completion.logprobs or [])]
-        if self.echoes:
-            text = (output.prompt or "") + text
-            tokens = [*zip(output.prompt_token_ids, output.prompt_logprobs or []), *tokens]
-        return text, tokens
+    def content(self, output: RequestOutput, completion: CompletionOutput,
+                sent: int = 0) -> tuple[str, Tokens]:
+        """Returns the text of a choice, and its tokens if their log-probabilities are asked for.
+
+        sent: how many of the tokens a stream has sent before; they are left out.
+        """
+        text = (output.prompt or "") * self.echoes + completion.text
+        echo = (output.prompt_logprobs or []) if self.echoes else []
+        start = max(0, sent - len(echo))
+        return text, [*zip(output.prompt_token_ids[sent:], echo[sent:]),
+                      *zip(completion.token_ids[start:], (completion.logprobs or [])[start:])]
 
     def choice(self, output: RequestOutput, completion: CompletionOutput, tokens: Tokens,
-                num_sent: int = 0) -> dict[str, Any]:
-        """Returns a choice without its text. num_sent: how many tokens a stream has sent."""
+                offset: int = 0) -> dict[str, Any]:
+        """Returns a choice without its text. offset: the length of the texts of earlier tokens."""
         logprobs: Any = None
-        if tokens[num_sent:] and self.url == CHAT:
-            entries = [chat_logprob(*each, self.params.logprobs) for each in tokens[num_sent:]]
+        if tokens and self.url == CHAT:
+            entries = [chat_logprob(*each, self.params.logprobs) for each in tokens]
             logprobs = {"content": entries, "refusal": None}
-        elif tokens[num_sent:]:
-            logprobs = self._logprobs(tokens, num_sent)
+        elif tokens:
+            logprobs = self._logprobs(tokens, offset)
         return {"index": self.index(output, completion), "logprobs": logprobs,
                 "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
-    def _logprobs(self, tokens: Tokens, num_sent: int) -> dict[str, list[Any]]:
+    def _logprobs(self, tokens: Tokens, offset: int) -> dict[str, list[Any]]:
         """Returns OpenAI's lists for completions. Nothing comes before the first token of an echo,
         so it has only its text."""
         texts = [found[token_id].decoded_token or "" if found
                  else self.tokenizer.decode([token_id]) for token_id, found in tokens]
-        offsets = [0, *accumulate(map(len, texts))]
-        new = tokens[num_sent:]
-        return {"tokens": texts[num_sent:], "text_offset": offsets[num_sent:-1],
-                "token_logprobs": [found and number_of(found[token_id]) for token_id, found in new],
-                "top_logprobs": [found and by_text(found) for _, found in new]}
+        return {"tokens": texts, "text_offset": [*accumulate(map(len, texts[:-1]), initial=offset)],
+                "token_logprobs": [at and number_of(at[token_id]) for token_id, at in tokens],
+                "top_logprobs": [found and by_text(found) for _, found in tokens]}
 
 
 def by_text(found: dict[int, Any]) -> dict[str, float]:

@@ -184,30 +184,31 @@ class News:
     """Finds the new parts in the outputs of a stream.
 
     last: the newest output of each prompt. sent: how much of each choice the client was sent:
-        characters, tokens, its finish_reason.
+        characters, tokens, its finish_reason, and the length of its tokens' texts.
     """
 
     def __init__(self, body: Any) -> None:
         self.body = body
         self.last: dict[int, Any] = {}
-        self.sent: dict[int, tuple[int, int, str | None]] = {}
+        self.sent: dict[int, tuple[int, int, str | None, int]] = {}
 
     def choices(self, output: Any) -> Iterator[dict[str, Any]]:
         """Yields the new part of each choice, in OpenAI's format."""
         self.last[output.index] = output
         for _, completion in self.body.pairs([output]):
-            text, tokens = self.body.content(output, completion)
             index = self.body.index(output, completion)
-            num_characters, num_tokens, _ = before = self.sent.get(index, (0, 0, None))
-            now = len(text), len(tokens), completion.finish_reason
-            if now == before:
-                continue
-            content: dict[str, Any] = {"text": text[num_characters:]}
-            if self.body.url == openai.CHAT:
-                role = {} if index in self.sent else {"role": "assistant"}
-                content = {"delta": role | {"content": content["text"]}}
-            self.sent[index] = now
-            yield content | self.body.choice(output, completion, tokens, num_tokens)
+            num_characters, num_tokens, reason, offset = self.sent.get(index, (0, 0, None, 0))
+            text, tokens = self.body.content(output, completion, num_tokens)
+            if tokens or (len(text), completion.finish_reason) != (num_characters, reason):
+                choice = self.body.choice(output, completion, tokens, offset)
+                content: dict[str, Any] = {"text": text[num_characters:]}
+                if self.body.url == openai.CHAT:
+                    role = {} if index in self.sent else {"role": "assistant"}
+                    content = {"delta": role | {"content": content["text"]}}
+                offset += sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
+                num_tokens += len(tokens)
+                self.sent[index] = len(text), num_tokens, completion.finish_reason, offset
+                yield content | choice
 
 
 class Stream(StreamingResponse):
@@ -244,9 +245,8 @@ def check_flags(flags: argparse.Namespace) -> None:
     """Raises ValueError for a limit out of range, an empty key, and an unusable address."""
     limits = {"max_waiting": 0, "max_body": 1, "timeout": 0, "graceful_timeout": 0}
     for name, least in limits.items():
-        value = getattr(flags, name)
-        if not value >= least:
-            raise rejected(f"--{name.replace('_', '-')}", value, f"at least {least}")
+        if not vars(flags)[name] >= least:
+            raise rejected(f"--{name.replace('_', '-')}", vars(flags)[name], f"at least {least}")
     if flags.api_key == "":
         raise rejected("--api-key", "", "a key, or left out")
     family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET

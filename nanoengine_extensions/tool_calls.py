@@ -131,12 +131,9 @@ def first_call(text: str, is_whole: bool) -> tuple[dict[str, str] | None, str]:
     return next((found for found in calls if found[0]), (None, text))
 
 
-def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]]]:
-    """Returns a text without its calls, and the calls.
-
-    Both only grow with the text: what can still become a call, or a space before one, is left out
-    until the text is whole.
-    """
+def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]], str]:
+    """Returns a text without its calls, the calls, and the rest, which can still become a call. If
+    the text is whole, there is no rest."""
     content = ""
     calls = []
     while BEGIN in text:
@@ -145,31 +142,28 @@ def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]]]:
         if call:
             calls.append(call)
         elif not is_whole:
-            text = before
-            break
+            return content + before, calls, BEGIN + rest
         content += before if call else before + BEGIN
         text = after
-    else:
-        num_held = max(size for size in range(len(BEGIN)) if text.endswith(BEGIN[:size]))
-        text = text if is_whole else text[:len(text) - num_held]
-    content += text
-    return content if is_whole and not calls else content.rstrip(), calls
+    num_held = max(size for size in range(len(BEGIN)) if text.endswith(BEGIN[:size]))
+    end = len(text) if is_whole else len(text) - num_held
+    return content + text[:end], calls, text[end:]
 
 
 class ToolCalls:
-    """The calls in one answer.
+    """The calls in one answer. An event costs what is new in it, not what has been sent.
 
     most: how many it may have; None for any number. reason: the finish_reason after calls.
-    texts: those of its choices, so far. sent: the characters and calls that the client has
-        received.
+    held: the end of the text of each choice that the client has not received: what can still become
+        a call, and spaces before a call. num_calls: how many calls it has received.
     """
 
     def __init__(self, name: str, most: int | None = None, reason: str = "tool_calls") -> None:
         self.name = name
         self.most = most
         self.reason = reason
-        self.texts = defaultdict[int, str](str)
-        self.sent = defaultdict[int, tuple[int, int]](lambda: (0, 0))
+        self.held = defaultdict[int, str](str)
+        self.num_calls = defaultdict[int, int](int)
 
     def edit(self, choices: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields the choices of a whole answer, or of an event, with calls in place of their text.
@@ -177,19 +171,28 @@ class ToolCalls:
         for choice in choices:
             index = choice["index"]
             message = choice.get("delta") or choice["message"]
-            self.texts[index] += message["content"]
-            content, calls = parsed(self.texts[index], choice["finish_reason"] is not None)
-            calls = calls[:self.most]
-            num_characters, num_calls = self.sent[index]
-            self.sent[index] = len(content), len(calls)
-            message["content"] = content[num_characters:] or (None if calls else "")
-            for number, call in [*enumerate(calls)][num_calls:]:
+            held = self.held[index]
+            text = held + message["content"]
+            is_whole = choice["finish_reason"] is not None
+            # without another end tag, a call that has begun stays incomplete
+            is_open = BEGIN in held and END not in text[max(0, len(held) - len(END) + 1):]
+            content, calls, rest = parsed(text, is_whole) if is_whole or not is_open else (
+                "", [], text)
+            for call in calls:
+                number = self.num_calls[index]
+                if number == self.most:
+                    break
+                self.num_calls[index] += 1
                 # only in events
                 place = {"index": number} if "delta" in choice else {}
                 message.setdefault("tool_calls", []).append(place | {
                     "id": f"call_{self.name}_{index}_{number}", "type": "function",
                     "function": call})
-            if calls and choice["finish_reason"] == "stop":
+            has_calls = self.num_calls[index] > 0
+            new = content if is_whole and not has_calls else content.rstrip()
+            self.held[index] = content[len(new):] + rest
+            message["content"] = new or (None if has_calls else "")
+            if has_calls and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = self.reason
             is_new = len(message) > 1 or message["content"] or choice["logprobs"]
             if is_new or choice["finish_reason"]:

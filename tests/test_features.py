@@ -288,6 +288,16 @@ def test_a_request_that_a_feature_refuses_is_not_queued(make_llm):
         assert len(token_ids(generate(llm, PROMPTS[2:]))) == 4
 
 
+@pytest.mark.needs("policies")
+def test_a_feature_and_a_policy_share_no_name(make_llm):
+    """A policy that is an observer takes the place of no feature."""
+    for name in ("Victim", "LeastRecentlyRun"):
+        feature = type(name, (Recorder,), {})()
+        with make_llm(features=[feature], preemption_victim="least-recently-run") as llm:
+            llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert {"begin", "done"} <= {hook for hook, *_ in feature.calls}
+
+
 class Twice(Feature):
     pass
 

@@ -12,12 +12,14 @@ Two lists have keywords of vLLM, those of older versions included, and keys of i
     off.txt               those for features that this engine lacks: they must turn nothing on
 """
 
+import os
 from enum import Enum
 from functools import partialmethod
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
@@ -29,7 +31,7 @@ WITHOUT_EFFECT, OFF = ({*Path(__file__).with_name(name).read_text(encoding="utf-
                        for name in ("without_effect.txt", "off.txt"))
 # nanoengine's names, each with those of vLLM, transformers, llama.cpp and OpenAI
 NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar guided_json
-             guided_regex response_format""",
+             guided_regex response_format""", "CUDA_VISIBLE_DEVICES": "device_ids",
          "num_kv_blocks": "kv_cache_memory_bytes num_gpu_blocks_override",
          "speculation": "spec_method speculative_config", "stop": "stop_sequences stop_strings",
          "logprobs": "logprob_token_ids", "prompt_logprobs": "prompt_logprob_token_ids",
@@ -38,8 +40,7 @@ NAMES = {"structured_outputs": """guided_choice guided_decoding guided_grammar g
          "LLM.beam_search": "length_penalty use_beam_search", "LLM(tokenizer=…)": "set_tokenizer",
          "max_model_len": "n_ctx", "n": "num_return_sequences", "revision": "tokenizer_revision",
          "tensor_parallel_size": "tp_size", "truncate_prompt_tokens": "tokenization_kwargs",
-         "prompt_logprobs_start": "prompt_logprob_start", "skip_tokenizer_init": "tokens_only",
-         "CUDA_VISIBLE_DEVICES": "device_ids"}
+         "prompt_logprobs_start": "prompt_logprob_start", "skip_tokenizer_init": "tokens_only"}
 INSTEAD = {other: name for name, others in NAMES.items() for other in others.split()}
 # values that turn nothing on, as strings; nor does 1 rank
 NEUTRAL = {*"False 0 0.0 -1 {} [] set() auto generate hf mp none raw_logprobs uni vllm".split(), ""}
@@ -183,7 +184,7 @@ class LLM(nanoengine.LLM):
     def __init__(self, model: Any, *, max_logprobs: int | None = None,
                  num_gpu_blocks_override: int | None = None, structured_outputs_config: Any = None,
                  override_generation_config: Any = None, logits_processors: Any = None,
-                 chat_template: Any = None, **options: Any) -> None:
+                 chat_template: Any = None, hf_token: Any = None, **options: Any) -> None:
         # vLLM's own default is 20; without a number, nothing limits it here
         self.max_logprobs = -1 if max_logprobs is None else max_logprobs
         options.setdefault("num_kv_blocks", num_gpu_blocks_override)
@@ -207,7 +208,9 @@ class LLM(nanoengine.LLM):
         given = options.get("features") or []
         with naming(rejected("features", given, "a list of features")):
             options["features"] = [*given, Flat()]
-        super().__init__(model, **without(options))
+        # where huggingface_hub looks for it; True means the token of a login, which it finds itself
+        with patch.dict(os.environ, {"HF_TOKEN": hf_token} if isinstance(hf_token, str) else {}):
+            super().__init__(model, **without(options))
         old = {} if options.get("generation_config") == "vllm" else vars(self.inputs.default_params)
         # the names in the file; one of them differs
         changes = {"max_tokens" if name == "max_new_tokens" else name: value

@@ -333,3 +333,9 @@ def test_beside_other_threads(engine, llm):
         return found
 
     assert asyncio.run(main()) == [expected[0]] * 3
+
+
+def test_it_needs_an_llm(bundled):
+    """Not a model, which vLLM's AsyncLLM also takes in other ways."""
+    with pytest.raises(ValueError, match="llm='.*' is not accepted: it must be an LLM"):
+        AsyncLLM(bundled)

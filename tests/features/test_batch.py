@@ -513,6 +513,10 @@ def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
     with pytest.raises(SystemExit):
         batch.main(["--model", bundled, "-i", str(job.source), "-o", "/dev/full"])
     assert "/dev/full is not a file" in capsys.readouterr().err
+    # as for the files of the benchmark
+    with pytest.raises(SystemExit):
+        batch.main(["--model", bundled, "-i", str(job.source), "-o", str(tmp_path / "none" / "a")])
+    assert "none/a' is not accepted: it must be a file, in a folder" in capsys.readouterr().err
     with job.target.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(SystemExit, match="another job is writing"):

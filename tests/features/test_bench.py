@@ -129,7 +129,7 @@ def test_bad_prompts_are_one_line(request, tmp_path, capsys, model, content, mes
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(SystemExit):
-        draw("--model", request.getfixturevalue(model), "--prompts", file)
+        bench.main(["--model", str(request.getfixturevalue(model)), "--prompts", str(file)])
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"{file}{message.removeprefix('prompts.txt')}" in error
 
@@ -168,11 +168,13 @@ def test_a_bound_that_is_given_alone_moves_the_other_one(flags, inputs, outputs)
     (("--model", ROOT / "docs"), "has no config.json"),
     (("--model", ROOT / "LICENSE"), "is a file"),
     (("--no-such-flag",), "--no-such-flag"),
+    (("--tokenizer", "no such folder", *SMALL), "tokenizer='no such folder'"),
+    (("--temperature", -1, *SMALL), "temperature=-1.0 is not accepted"),
 ])
 def test_bad_flags_are_one_line(capsys, monkeypatch, flags, part):
     if part == "--python":
         monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        draw(*flags)
+        bench.main([*map(str, flags)])
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and part in error

@@ -1,9 +1,11 @@
 """Models by their Hugging Face ids; nothing is downloaded here."""
 
 import pytest
+from huggingface_hub import get_token
 from huggingface_hub.utils import filter_repo_objects
 
 from nanoengine import LLM
+from nanoengine.features import extension
 from nanoengine_extensions.hub import FILES
 
 
@@ -38,3 +40,16 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
     LLM("some/model", tokenizer="some/tokenizer", revision="v2", download_dir="there", **options)
     assert asked == [("some/model", None, None), ("some/model", "v2", "there"),
                      ("some/tokenizer", "v2", "there")]
+
+
+@pytest.mark.needs("vllm")
+def test_the_token_of_vllms_interface(tiny, monkeypatch):
+    """For the download alone; without one, the user's own."""
+    monkeypatch.setenv("HF_TOKEN", "own")
+    asked = []
+    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download",
+                        lambda *_, **options: asked.append(get_token()) or tiny)
+    for token in ("given", True, None):
+        vllm = extension("vllm")
+        vllm.LLM("some/model", hf_token=token, num_kv_blocks=4, kernels=False).close()
+    assert asked == ["given", "own", "own"] and get_token() == "own"

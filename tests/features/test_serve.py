@@ -14,12 +14,13 @@ import urllib.request
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 from conftest import ROOT, check_idle
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
@@ -291,6 +292,32 @@ def test_streams_with_logprobs(client, extra):
             part[name] += value
     expected = [{"text": each.text} | each.logprobs.model_dump() for each in whole.choices]
     assert parts == expected and len(chunks) > 24
+
+
+@pytest.mark.parametrize("echoes", [False, True])
+def test_an_event_with_logprobs_costs_what_is_new_in_it(echoes):
+    """Each token's text is read a few times, however long the stream is."""
+    num_reads = 0
+
+    class Found(SimpleNamespace):
+        @property
+        def decoded_token(self) -> str:
+            nonlocal num_reads
+            num_reads += 1
+            return "日"
+
+    body = module.openai.Body("/v1/completions", echoes=echoes, streams=True)
+    news = module.News(body)
+    prompt = [{5: Found(logprob=-1.0, rank=1)}] * 3
+    offsets = []
+    for count in range(1, 201):
+        logprobs = [{7: Found(logprob=-1.0, rank=1)}] * count
+        completion = CompletionOutput(0, "日" * count, [7] * count, 0.0, logprobs)
+        output = RequestOutput("0", "日" * 3, [5] * 3, [completion], False, prompt_logprobs=prompt)
+        for choice in news.choices(output):
+            offsets += choice["logprobs"]["text_offset"]
+    assert offsets == [*range(203 if echoes else 200)]
+    assert num_reads < 5 * 200
 
 
 def test_streams_of_chats_with_logprobs(client):

@@ -9,7 +9,8 @@ from jsonschema import Draft202012Validator
 
 from nanoengine import LLM
 from nanoengine_extensions.openai_format import CHAT, Body
-from nanoengine_extensions.tool_calls import ToolCalls, check, find, parsed
+from nanoengine_extensions import tool_calls
+from nanoengine_extensions.tool_calls import ToolCalls, check, find
 
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 OSLO = {"name": "weather", "arguments": '{"city": "Oslo"}'}
@@ -49,33 +50,50 @@ CALLS = [
     (f"<tool_call>5</tool_call>{written(city='Oslo')}", "<tool_call>5</tool_call>", [OSLO])]
 
 
+def streamed(pieces: list[str], reason: str | None = "stop") -> tuple[str, list[dict]]:
+    """The text and the calls of a stream; the last piece has the reason of the end."""
+    stream = ToolCalls("1")
+    deltas = [{"delta": {"content": piece}, "index": 0, "logprobs": None,
+               "finish_reason": reason if number == len(pieces) else None}
+              for number, piece in enumerate(pieces, 1)]
+    found = [choice["delta"] for delta in deltas for choice in stream.edit([delta])]
+    return ("".join(delta["content"] or "" for delta in found),
+            [call["function"] for delta in found for call in delta.get("tool_calls", [])])
+
+
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_what_is_no_call_stays_text(text):
-    assert parsed(text, True) == (text, [])
+    assert streamed([text]) == (text, [])
 
 
 @pytest.mark.parametrize("text, content, calls", CALLS)
 def test_calls(text, content, calls):
-    assert parsed(text, True) == (content, calls)
+    assert streamed([text]) == (content, calls)
 
 
-@pytest.mark.parametrize("text", [text for text in NO_CALLS if len(text) < 1000]
+@pytest.mark.parametrize("text", [text for text in NO_CALLS if 0 < len(text) < 1000]
                          + [text for text, *_ in CALLS])
-def test_both_only_grow(text):
-    """What a stream has sent stays true."""
-    content, calls = "", []
-    for size in range(len(text)):
-        more, further = parsed(text[:size], False)
-        assert more.startswith(content) and further[:len(calls)] == calls
-        content, calls = more, further
-    whole, found = parsed(text, True)
-    assert whole.startswith(content) and found[:len(calls)] == calls
+def test_a_stream_of_single_characters_is_the_whole_answer(text):
+    assert streamed([*text]) == streamed([text])
+    assert streamed([*text, ""]) == streamed([text])
 
 
 def test_a_call_is_found_when_its_tag_ends():
     text = written(city="Rome")
-    assert parsed(text[:-1], False) == ("", [])
-    assert parsed(text, False) == ("", [ROME])
+    assert streamed([text[:-1]], None) == ("", [])
+    assert streamed([text[:-1], text[-1]], None) == streamed([text], None) == ("", [ROME])
+
+
+@pytest.mark.parametrize("text", [
+    "word " * 1000, written(text="word " * 1000), written(city="Rome") * 100])
+def test_an_event_costs_what_is_new_in_it(monkeypatch, text):
+    """All calls of the parser together read each character a few times."""
+    sizes = []
+    parsed = tool_calls.parsed
+    monkeypatch.setattr(tool_calls, "parsed", lambda text, *rest: (
+        sizes.append(len(text)) or parsed(text, *rest)))
+    streamed([text[place:place + 5] for place in range(0, len(text), 5)])
+    assert sum(sizes) < 9 * len(text)
 
 
 def whole_of(text: str, index: int, reason: str) -> dict:

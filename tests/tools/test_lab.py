@@ -163,7 +163,7 @@ def test_every_option_of_the_engine_is_a_flag():
 
 
 def test_a_model_is_found_as_its_options_say(
-        bundled, wide_tokenizer, tmp_path, monkeypatch, capsys):
+        bundled, wide_tokenizer, tmp_path, monkeypatch):
     asked = []
 
     def download(name, *, revision, cache_dir, allow_patterns):
@@ -172,14 +172,14 @@ def test_a_model_is_found_as_its_options_say(
 
     monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", download)
     parser = options.Parser(None, "small")
-    parser.parse(["--model", "some/model", "--revision", "v2", "--download-dir", "there"])
-    assert asked == [("some/model", "v2", "there")]
+    # a commit can begin with a digit
+    parser.parse(["--model", "some/model", "--revision", "4f2a", "--download-dir", "2024"])
+    assert asked == [("some/model", "4f2a", "2024")]
     (tmp_path / "prompts").write_text("<extra7>\n")
     flags = ["--prompts", str(tmp_path / "prompts"), "--tokenizer", wide_tokenizer]
-    with pytest.raises(SystemExit):
-        parser.parse(flags)
     # which the bundled tokenizer does not have, nor the model
-    assert "line 1: prompts[0]: token id 874 is out of vocabulary" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="line 1: prompts.0.: token id 874 is out of vocabulary"):
+        parser.parse(flags)
 
 
 @pytest.mark.parametrize("name, flags", [("gpt2", []), ("llama", ["--model-impl", "transformers"])])
@@ -288,10 +288,33 @@ def test_pictures_of_a_run_of_ones_own(tmp_path, bundled):
 
 
 def test_pictures_without_matplotlib_fail_before_the_run(monkeypatch, capsys):
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
         compare.main(["--plot", "out.png"])
-    assert "pip install" in capsys.readouterr().err
+    assert "--plot out.png needs matplotlib (pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module, flags", [
+    (bench, ("--json", "missing/a.json")), (bench, ("--json", ".")), (bench, ("--json", "")),
+    (simulate, ("memory", "--trace", "missing/a.json")), (film, ("memory", "-o", "missing/a.html")),
+    (compare, ("--timeline", "missing/a.png")), (limits, ("--plot", "missing/a.png")),
+    (limits, ("--json", "missing/a.json"))])
+def test_a_file_that_cannot_be_written_fails_before_the_run(
+        tmp_path, monkeypatch, capsys, module, flags):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        module.main([*flags])
+    output, error = capsys.readouterr()
+    assert not output and error.count("\n") == 1
+    assert "is not accepted: it must be a file, in a folder that exists" in error
+
+
+def test_a_picture_of_no_known_kind_fails_before_the_run(capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        compare.main(["--plot", "out.xyz"])
+    output, error = capsys.readouterr()
+    assert not output and "--plot out.xyz" in error and "Format 'xyz' is not supported" in error
 
 
 def test_times_of_a_gpu_are_events():
@@ -340,12 +363,40 @@ def test_steps_of_a_prompt():
     (simulate, ("memory", "--speculation", "prompt-lookup")), (compare, ("--true-lengths", 0)),
     (compare, ("nothing",)), (compare, ("--min-input", 9, "--max-input", 8)),
     (compare, ("--repeat", 0)), (simulate, ("--num-seqs", 0)), (compare, ("--max-input", "many")),
-    (film, ("memory", "--num-seqs", 2.5)),
-    (limits, ("--batches", "many"))])
+    (film, ("memory", "--num-seqs", 2.5)), (film, ("memory", "--json", "a.json")),
+    (compare, ("--workload", "decode-heavy", "--n-k", "inf")), (compare, ("--temperature", -1)),
+    (compare, ("--block-size", "1x")), (simulate, ("--rate", -1)),
+    (limits, ("--batches", "many")), (limits, ("--contexts", 0)),
+    (limits, ("--attention-backend", "word"))])
 def test_bad_flags(capsys, module, flags):
+    with pytest.raises(SystemExit) as exit:
+        module.main([*map(str, flags)])
+    assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", [simulate, film])
+def test_nothing_is_computed_so_any_kernel_will_do(tmp_path, monkeypatch, module):
+    monkeypatch.chdir(tmp_path)
+    for flags in (("--no-kernels",), ("--attention-backend", "numba"), ("--batch-invariant",),
+                  ("--seed", "-1")):
+        module.main(["memory", *flags, "--num-seqs", "3"])
+
+
+@pytest.mark.needs("guards")
+@pytest.mark.parametrize("module, flags", [
+    (simulate, (*SMALL, "--num-kv-blocks", 2)), (film, ("memory", "--block-size", 1)),
+    (simulate, ("memory", *SMALL, "--max-model-len", 10**9))])
+def test_a_request_that_never_fits_is_refused(capsys, module, flags):
     with pytest.raises(SystemExit):
         module.main([*map(str, flags)])
-    assert capsys.readouterr().err.count("\n") == 1
+    assert re.search(r"request \d+: \d+ tokens do not fit: num_kv_blocks=", capsys.readouterr().err)
+
+
+def test_a_context_that_does_not_fit_takes_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
+    found = run(limits, tmp_path, "--batches", 1, "--contexts", 10**12, "--prompts", 10**12,
+                "--num-kv-blocks", 36)
+    assert found == {"decode_steps": [], "prompts": []}
 
 
 def commands() -> list[str]:
