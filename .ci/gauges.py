@@ -30,7 +30,7 @@ FEATURE: dict[str, float] = {"lines": 200}
 # fast modules; grammars of all kinds; layers and their trial
 LARGE: dict[str, dict[str, float]] = {
     "quantized": {"lines": 2603}, "gguf_families": {"lines": 465},
-    "transformers_models": {"lines": 740}, "structured_outputs": {"lines": 290},
+    "transformers_models": {"lines": 748}, "structured_outputs": {"lines": 290},
     "own_layers": {"lines": 236}}
 
 

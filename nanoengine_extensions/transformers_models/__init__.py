@@ -13,31 +13,28 @@ needs to know which token belongs to which sequence, and the engine has one that
                modules.py which of its parts have a faster form
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 uses
-layer 5 of the cache. Each call is a module. Its forward is the part of the engine's own `Attention`
-that follows the projection, so a kernel library that knows this forward makes the call fast.
+layer 5 of the cache. Each call is a module (calls.py). Its forward is the part of the engine's own
+`Attention` that follows the projection, so a kernel library that knows this forward makes the call
+fast.
 """
 
 import copy
-import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from nanoengine.attention import flash_attention, gather_attention
+from nanoengine.attention import gather_attention
 from nanoengine.features import extension, is_installed, logger, rejected
-from nanoengine.model import Attention
 from nanoengine.step_inputs import StepInputs
-from nanoengine_extensions.transformers_models.check import (
-    Mask, NotComputed, Recorded, check_model, eager_of)
+from nanoengine_extensions.transformers_models.calls import Mask, NotComputed
+from nanoengine_extensions.transformers_models.check import check_model
 from nanoengine_extensions.transformers_models.modules import current
 
 # the kinds of layers whose state is K and V of tokens
@@ -53,110 +50,6 @@ def attend(*arguments: Any, **options: Any) -> tuple[Tensor, None]:
 
 AttentionInterface.register("nanoengine", attend)
 AttentionMaskInterface.register("nanoengine", Mask)
-
-
-# -------------------------------------------------------------------------------- attention
-
-
-class Call(Attention):
-    """A call of the attention function.
-
-    The forward is that of the engine's own attention, with projections that do nothing, and no head
-    norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
-
-    soft_cap, sinks: see `Recorded`. Only the kernels of our libraries compute them.
-    is_own: whether it has the linears and norms of its module: see own_layers/
-    """
-
-    is_own = property(lambda self: type(self.qkv_proj) is not nn.Identity)
-
-    def __init__(self, recorded: Recorded, kv_heads: int, head_dim: int) -> None:
-        nn.Module.__init__(self)
-        self.recorded = recorded
-        self.window = recorded.window
-        self.soft_cap = recorded.soft_cap
-        self.sinks = recorded.sinks
-        self.is_soft = recorded.soft_cap is not None or recorded.sinks is not None
-        self.head_dim = head_dim
-        self.num_heads = [recorded.query[1], kv_heads, kv_heads]
-        self.num_repeats = kv_heads // recorded.key[1]
-        # backends scale by 1 / sqrt(head_dim)
-        self.factor = recorded.scale * math.sqrt(head_dim)
-        nothing: Any = nn.Identity()
-        # libraries read the number of heads from it
-        nothing.in_features = recorded.query[1] * head_dim
-        self.qkv_proj = self.q_norm = self.k_norm = self.o_proj = nothing
-
-    def bind(self, cache: Tensor, backend: Any, other: Callable | None) -> None:
-        """Gives the call its memory. other: a backend that can do more, or None"""
-        self.cache = cache
-        self.backend = backend
-        if backend is flash_attention and (self.head_dim > 256 or self.head_dim % 8):
-            self.backend = other or gather_attention
-        # of all backends, only `other` and the kernel for a CPU (None) have soft caps and sinks
-        self.is_gathered = self.is_soft and backend is not None and other is None
-        if self.is_soft and backend and other:
-            self.backend = partial(other, soft_cap=self.soft_cap, sinks=self.sinks)
-
-    @property
-    def can_be_own(self) -> bool:
-        """Whether the engine's own attention could take its place, with the same cache."""
-        sizes = {each[3] for each in self.recorded[:3]}
-        return (type(self) is Call and not self.is_soft and sizes == {self.head_dim}
-                and self.num_repeats == 1 and self.factor > 0)
-
-    def in_cache(self, x: Tensor) -> Tensor:
-        """Pads heads, from (1, heads, T, head_dim) to (T, heads, head_dim) of the cache."""
-        missing = self.head_dim - x.shape[3]
-        return (F.pad(x, (0, missing)) if missing else x)[0].transpose(0, 1)
-
-    def attend(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
-               key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """From (1, heads, T, head_dim) each to (1, T, heads, head_dim of the values).
-
-        angles: rotate nothing. module, options: the caller of attention, and its other arguments
-        """
-        if self.is_gathered:
-            return self.gather(step, angles, module, query, key, value, options)
-        if self.factor != 1:
-            query = query * self.factor
-        if self.num_repeats > 1:
-            key, value = (each.repeat_interleave(self.num_repeats, 1) for each in (key, value))
-        qkv = torch.cat([self.in_cache(each) for each in (query, key, value)], dim=1)
-        out = self(qkv.flatten(1), angles, step, slice(None))
-        return out.view(1, len(out), -1, self.head_dim)[..., :value.shape[3]]
-
-    def gather(self, step: StepInputs, angles: Tensor, module: nn.Module, query: Tensor,
-               key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """The same with transformers' own function, over gathered keys."""
-        eager = eager_of(module)
-        pair = [self.in_cache(each.repeat_interleave(self.num_repeats, 1)) for each in (key, value)]
-        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack(pair)
-        out = []
-        starts = step.query_starts.tolist()
-        for seq, length in enumerate(step.lengths.tolist()):
-            gathered = self.cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
-            # (1, heads, keys, head_dim)
-            keys, values = gathered[:, None, :, ::self.num_repeats].transpose(2, 3)
-            places = torch.arange(length, device=query.device)
-            # 256 queries at a time, as in `gather_attention`
-            for first in range(starts[seq], starts[seq + 1], 256):
-                part = slice(first, min(first + 256, starts[seq + 1]))
-                positions = step.positions[part, None].long()
-                is_seen = self.recorded.mask(0, 0, positions, places) & (places <= positions)
-                mask = query.new_zeros(1, 1, *is_seen.shape)
-                mask.masked_fill_(~is_seen, torch.finfo(mask.dtype).min)
-                out.append(eager(module, query[:, :, part], keys[..., :key.shape[3]],
-                                 values[..., :value.shape[3]], mask, **options)[0])
-        return torch.cat(out, dim=1)
-
-
-class OtherCall(Call):
-    """A call that needs more than a `Call` can do, such as a mask that is not a window."""
-
-    attend = Call.gather
-    # so that no library mistakes it for the engine's own
-    forward = attend  # type: ignore[assignment]
 
 
 # -------------------------------------------------------------------------------- the model
@@ -358,7 +251,7 @@ def load(runner: Any, folder: Path, is_packed: bool = False,
             torch.default_generator.manual_seed(0)
             causal = load_causal(runner, folder, read, is_packed)
             model = Model(causal, runner.kernels.paged_attention)
-            check_model(runner, model, causal, Call, OtherCall)
+            check_model(runner, model, causal)
     except Exception as error:
         kind = "" if isinstance(error, NotComputed) else f"{type(error).__name__}: "
         raise refused(runner.model_config.original, f"{kind}{error}") from error

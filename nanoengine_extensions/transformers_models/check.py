@@ -12,12 +12,11 @@ computes something else is refused, and never runs.
 """
 
 import math
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,8 @@ from nanoengine.attention import BACKENDS, make_caches
 from nanoengine.features import extension, is_installed, logger
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
+from nanoengine_extensions.transformers_models.calls import (
+    Call, Mask, NotComputed, OtherCall, Recorded, eager_of)
 from nanoengine_extensions.transformers_models.modules import (
     InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, layers_of, optimize_modules)
 from nanoengine_extensions.transformers_models.watching import (
@@ -45,46 +46,6 @@ CHOOSING = {"topk", "argmax"}
 NUM_RECORDED = 19
 # the chunks of each step: (prompt, its first token, after its last token); the last one decodes
 STEPS = [(0, 0, 4)], [(0, 4, 9), (1, 0, 8)], [(0, 9, 10), (1, 8, 10)], [(0, 10, 11), (1, 10, 11)]
-
-
-class NotComputed(ValueError):
-    """Why a model is refused."""
-
-
-class Mask:
-    """Stands in for a mask: transformers' function of the positions of queries and keys."""
-
-    def __init__(self, mask_function: Callable, **options: Any) -> None:
-        self.function = mask_function
-
-    # some models cut their masks to the number of keys
-    def __getitem__(self, index: Any) -> "Mask":
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotComputed("it changes the masks of its attention")
-
-
-class Recorded(NamedTuple):
-    """A call of the attention function, the same in all steps.
-
-    query, key, value: (1, heads, tokens, head_dim) of each. scale: of the scores. mask: see `Mask`.
-    window: how many keys a query sees; None for all. soft_cap: scores, scaled, become soft_cap *
-    tanh(score / soft_cap); None for none. sinks: (heads,) float32, one more score of each query
-    head, whose weight is dropped; None for none. is_plain: whether it is causal attention with this
-    window, cap and sinks, and nothing else. owner: a weak reference to the module that calls.
-    """
-
-    query: torch.Size
-    key: torch.Size
-    value: torch.Size
-    scale: float
-    mask: Callable
-    window: int | None
-    soft_cap: float | None
-    sinks: Tensor | None
-    is_plain: bool
-    owner: Any
 
 
 # --------------------------------------------------------------------------------- recording
@@ -124,11 +85,6 @@ def record(model: Any, token_ids: Tensor, longest: int, log: list[Any]) -> list[
     if watch.has_counted:
         raise NotComputed("it counts positions by itself")
     return calls
-
-
-def eager_of(module: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Returns transformers' own attention function of a module."""
-    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
 
 
 def is_computed(call: Recorded, module: Any, options: dict[str, Any],
@@ -177,10 +133,10 @@ def window_of(mask: Callable, length: int,
 # ---------------------------------------------------------------------------------- checking
 
 
-def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) -> None:
+def check_model(runner: Any, model: Any, causal: Any) -> None:
     """Gives a model its calls and fast products. Raises NotComputed if its results are not right.
 
-    causal: transformers' model with its head; plain, other: the classes of calls.
+    causal: transformers' model with its head
     """
     described = runner.model_config
     generator = torch.Generator().manual_seed(0)
@@ -203,8 +159,8 @@ def check_model(runner: Any, model: Any, causal: Any, plain: type, other: type) 
     vars(described).update(
         num_hidden_layers=len(calls), num_key_value_heads=kv_heads, head_dim=head_dim)
     for is_fast in (True, False):
-        model.calls = nn.ModuleList((plain if call.is_plain else other)(call, kv_heads, head_dim)
-                                    for call in calls)
+        model.calls = nn.ModuleList(
+            (Call if call.is_plain else OtherCall)(call, kv_heads, head_dim) for call in calls)
         model.stack = None
         others: Others = {}
         try:
