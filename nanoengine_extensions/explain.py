@@ -106,7 +106,7 @@ def uncomputed(config: Config) -> str:
     families, but the engine itself does not; "" if there is none."""
     is_ministral = config.get("model_type") == "mistral" and "layer_types" in config
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if config.get("model_type") not in FAMILIES or is_ministral or not isinstance(rope, dict):
+    if config.get("model_type") not in [*FAMILIES] or is_ministral or not isinstance(rope, dict):
         return ""
     activation = config.get("hidden_act")
     kind = rope.get("rope_type", rope.get("type"))

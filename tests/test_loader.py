@@ -260,6 +260,7 @@ def text_copy(bundled, tmp_path) -> Path:
     ("tokenizer_config.json", "{", "tokenizer"), ("tokenizer_config.json", "[1]", "tokenizer"),
     ("config.json", "{", "config.json"), ("config.json", "[1]", "config.json"),
     ("config.json", "", "config.json"), ("config.json", "null", "config.json"),
+    ("config.json", '{"model_type": ["llama"]}', "config.json"),
     ("config.json", '{"model_type": "qwen3", "auto_map": {"AutoConfig": "a.B"}}', "architectures"),
     ("config.json", '{"model_type": "new", "auto_map": {"AutoConfig": "a.B"}}', "config.json")])
 def test_damaged_files_are_named(text_copy, monkeypatch, file, content, message):
