@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nanoengine.features import rejected
+from nanoengine.features import naming, rejected
 
 # an entry, its value, and what is accepted
 Row = tuple[str, Any, list]
@@ -148,7 +148,9 @@ def mlx_rows(c: dict[str, Any]) -> Iterator[Row]:
 
 def with_method(entries: dict[str, Any]) -> dict[str, Any]:
     """Names the method of MLX, whose config does not. "metal" of transformers has its format."""
-    is_mlx = entries.get("quant_method", "mlx") in ("mlx", "metal") and "bits" in entries
+    # the others are GPTQ's and AWQ's
+    known = entries.keys() & {"bits", "sym", "desc_act", "zero_point"}
+    is_mlx = entries.get("quant_method", "mlx") in ("mlx", "metal") and known == {"bits"}
     return entries | {"quant_method": "mlx"} if is_mlx else entries
 
 
@@ -164,7 +166,9 @@ def check(entries: dict[str, Any]) -> None:
     if method not in ROWS:
         raise rejected("the model's quant_method", method, f"one of {[*ROWS]}; otherwise {INSTEAD}")
     rotations = ((name, entries.get(name) or None, [None]) for name in ROTATIONS)
-    for name, value, accepted in (*ROWS[method](entries), *rotations):
+    with naming(f"the model's quantization_config={entries}"):
+        rows = [*ROWS[method](entries), *rotations]
+    for name, value, accepted in rows:
         if value not in accepted:
             raise rejected(f"the model's quantization_config.{name}", value,
                            f"one of {accepted}; otherwise {INSTEAD}")

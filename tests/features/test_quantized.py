@@ -690,6 +690,18 @@ def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
         methods.check(entries)
 
 
+@pytest.mark.parametrize("entries", [
+    compressed_config() | dict(config_groups=["W4A16"]), GPTQ | dict(bits=4, dynamic=["a"]),
+    compressed_config() | dict(config_groups=dict(group_0="W4A16")),
+    compressed_config() | dict(sparsity_config="dense")])
+def test_entries_that_are_no_objects(make_model, tmp_path, entries):
+    source, _ = make_model()
+    shutil.copytree(source, folder := tmp_path / "model")
+    change_config(folder, quantization_config=entries)
+    with pytest.raises(ValueError, match="quantization_config={.*'quant_method'"):
+        LLM(folder, **OPTIONS)
+
+
 def test_an_order_that_was_not_filled(make_quantized):
     """compressed-tensors begins with -1 for all inputs: their groups are neighbours."""
     folder, model = make_quantized("w4a16")

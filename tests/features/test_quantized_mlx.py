@@ -229,7 +229,9 @@ def test_scales_that_are_no_numbers(tmp_path):
     (dict(group_size=48), r"quantization_config\.group_size=48 is not accepted"),
     (dict(mode="mxfp6"), r"quantization_config\.mode='mxfp6' is not accepted"),
     ({"model.norm": dict(bits=1, group_size=64)}, r"config\.model\.norm\.bits=1 is not accepted"),
-    (dict(global_scale=True), r"quantization_config\.global_scale=True is not accepted")])
+    (dict(global_scale=True), r"quantization_config\.global_scale=True is not accepted"),
+    # such as GPTQ's without its name
+    (dict(sym=True), r"quant_method=None is not accepted: it must be one of .*'gptq'")])
 def test_other_configs(make_mlx, changes, message):
     entries = dict(bits=4, group_size=64)
     folder, _ = make_mlx(entries)
