@@ -197,7 +197,7 @@ class InputProcessor:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer:
             return self.tokenizer
-        raise rejected("tokenizer", None, "given for text (is `skip_tokenizer_init=True` set?)")
+        raise rejected("tokenizer", None, "given (`skip_tokenizer_init=True`?) for text, grammars")
 
     def make_requests(self, prompts: Prompts, params: Params,
                       priority: object = None) -> list[Request]:
