@@ -323,6 +323,8 @@ def commands_in(text: str) -> list[list[str]]:
     for fence in fences_of(text):
         if fence.language == "sh":
             for line in fence.text.replace("\\\n", " ").splitlines():
+                # a variable of the shell is a number
+                line = re.sub(r"\$\w+", "1", line)
                 for command in re.split(r"&&|\|\||;|\|", line):
                     words = shlex.split(command, comments=True)
                     while words and re.match(r"\w+=", words[0]):
