@@ -1,6 +1,6 @@
 """Files of MLX, against transformers with the dequantized weights.
 
-mlx_lm's own converter wrote such files for fifteen families, and the engine generated the same
+mlx_lm's own converter wrote such files for 18 families, and the engine generated the same
 tokens as mlx_lm. Here, they are written as it does.
 """
 
