@@ -25,7 +25,7 @@ from .options import Parser, command
 
 
 def seconds_of(function: Callable[[], object], repeats: int = 9) -> float:
-    """Returns the median time of several calls, an odd number, after a warm-up."""
+    """Returns the median time of several calls after a warm-up."""
     finish = torch.cuda.synchronize if torch.cuda.is_available() else int
     times = []
     for _ in range(repeats + 1):
@@ -34,7 +34,7 @@ def seconds_of(function: Callable[[], object], repeats: int = 9) -> float:
         function()
         finish()
         times.append(time.perf_counter() - started)
-    return sorted(times[1:])[repeats // 2]
+    return float(torch.tensor(times[1:], dtype=torch.float64).median())
 
 
 def read_bandwidth(device: str) -> float:

@@ -5,7 +5,6 @@
 
 import json
 from dataclasses import fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,9 @@ def of_chats(config: PretrainedConfig) -> dict[str, Any]:
     without it, an answer can be as long as fits, and not 16 tokens as in `generate`.
 
     config: the model's."""
-    most = most_of_chats(Path(str(config.name_or_path)))
+    file = Path(str(config.name_or_path)) / "generation_config.json"
+    most = json.loads(file.read_text()).get("max_new_tokens") if file.is_file() else None
     return {} if most is None else {"max_tokens": most}
-
-
-@lru_cache(maxsize=1)
-def most_of_chats(folder: Path) -> int | None:
-    """Returns the file's limit; reads it once, since a server has one model."""
-    file = folder / "generation_config.json"
-    return json.loads(file.read_text()).get("max_new_tokens") if file.is_file() else None
 
 
 def load_defaults(folder: Path) -> SamplingParams:

@@ -131,7 +131,17 @@ def first_call(text: str, is_whole: bool) -> tuple[dict[str, str] | None, str]:
     return next((found for found in calls if found[0]), (None, text))
 
 
-def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]], str]:
+def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]]]:
+    """Returns a text without its calls, and the calls.
+
+    Both only grow with the text: what can still become a call, or a space before one, is left out
+    until the text is whole.
+    """
+    content, calls, _ = split(text, is_whole)
+    return content if is_whole and not calls else content.rstrip(), calls
+
+
+def split(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]], str]:
     """Returns a text without its calls, the calls, and the rest, which can still become a call. If
     the text is whole, there is no rest."""
     content = ""
@@ -176,8 +186,8 @@ class ToolCalls:
             is_whole = choice["finish_reason"] is not None
             # without another end tag, a call that has begun stays incomplete
             is_open = BEGIN in held and END not in text[max(0, len(held) - len(END) + 1):]
-            content, calls, rest = parsed(text, is_whole) if is_whole or not is_open else (
-                "", [], text)
+            content, calls, rest = (
+                split(text, is_whole) if is_whole or not is_open else ("", [], text))
             for call in calls:
                 number = self.num_calls[index]
                 if number == self.most:

@@ -48,8 +48,8 @@ def open_mlx(index: Index, entries: dict[str, Any], file: Path) -> Opened:
         if is_packed and part == "weight":
             own = entries[module] if isinstance(entries.get(module), dict) else entries
             shape = [*tensor.shape[:-1], tensor.shape[-1] * 32 // own["bits"]]
+            kind = "FP8" if own.get("mode") == "mxfp8" else "MLX"
             for number, each in enumerate(names_of(usual, shape)):
-                kind = "FP8" if own.get("mode") == "mxfp8" else "MLX"
                 opened[each] = Stored(kind, shape[-2:], partial(
                     read, index, module, own, shape, number if shape[2:] else None))
         elif not is_packed or part not in PARTS:

@@ -170,14 +170,15 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
 
 def in_half(scales: Tensor, lows: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Returns scales and lows in float16, if it has all these numbers; otherwise, as they are."""
-    given = [each for each in (scales, lows) if each is not None]
-    halves = [each.half() for each in given]
-    # as bits, since a comparison can take the smallest numbers for 0
-    is_same = all(torch.equal(*(each.float().view(torch.int32) for each in pair))
-                  for pair in zip(halves, given))
-    if scales.dtype not in (torch.bfloat16, torch.float32) or not is_same:
-        return scales, lows
-    return halves[0], None if lows is None else halves[1]
+    def fits(numbers: Tensor) -> bool:
+        # as bits, since a comparison can take the smallest numbers for 0
+        halves, floats = (each.float().view(torch.int32) for each in (numbers.half(), numbers))
+        return torch.equal(halves, floats)
+
+    is_wide = scales.dtype in (torch.bfloat16, torch.float32)
+    if is_wide and fits(scales) and (lows is None or fits(lows)):
+        return scales.half(), None if lows is None else lows.half()
+    return scales, lows
 
 
 def is_exact(numbers: Tensor) -> bool:

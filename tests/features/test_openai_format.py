@@ -123,9 +123,6 @@ def test_the_most_tokens_of_a_chat(bundled, tmp_path, entries, most, impl):
         # as in OpenAI's API, null is the default; vLLM's server fails there
         for given in ({}, {"max_tokens": None}):
             assert read(llm, {"prompt": "a"} | given).params.max_tokens == 16
-        # what is on the disk matters when a model is loaded, as for all other defaults
-        (folder / "generation_config.json").write_text('{"max_new_tokens": 5}')
-        assert read(llm, body, CHAT).params.max_tokens == most
 
 
 def test_an_echo_does_not_change_what_follows(llm):

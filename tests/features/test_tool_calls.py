@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from nanoengine import LLM
 from nanoengine_extensions.openai_format import CHAT, Body
 from nanoengine_extensions import tool_calls
-from nanoengine_extensions.tool_calls import ToolCalls, check, find
+from nanoengine_extensions.tool_calls import ToolCalls, check, find, parsed
 
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 OSLO = {"name": "weather", "arguments": '{"city": "Oslo"}'}
@@ -63,12 +63,12 @@ def streamed(pieces: list[str], reason: str | None = "stop") -> tuple[str, list[
 
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_what_is_no_call_stays_text(text):
-    assert streamed([text]) == (text, [])
+    assert parsed(text, True) == streamed([text]) == (text, [])
 
 
 @pytest.mark.parametrize("text, content, calls", CALLS)
 def test_calls(text, content, calls):
-    assert streamed([text]) == (content, calls)
+    assert parsed(text, True) == streamed([text]) == (content, calls)
 
 
 @pytest.mark.parametrize("text", [text for text in NO_CALLS if 0 < len(text) < 1000]
@@ -76,6 +76,19 @@ def test_calls(text, content, calls):
 def test_a_stream_of_single_characters_is_the_whole_answer(text):
     assert streamed([*text]) == streamed([text])
     assert streamed([*text, ""]) == streamed([text])
+
+
+@pytest.mark.parametrize("text", [text for text in NO_CALLS if len(text) < 1000]
+                         + [text for text, *_ in CALLS])
+def test_both_only_grow(text):
+    """The calls in the beginning of a text stay calls of the whole."""
+    content, calls = "", []
+    for size in range(len(text)):
+        more, found = parsed(text[:size], False)
+        assert more.startswith(content) and found[:len(calls)] == calls
+        content, calls = more, found
+    whole, found = parsed(text, True)
+    assert whole.startswith(content) and found[:len(calls)] == calls
 
 
 def test_a_call_is_found_when_its_tag_ends():
@@ -89,9 +102,9 @@ def test_a_call_is_found_when_its_tag_ends():
 def test_an_event_costs_what_is_new_in_it(monkeypatch, text):
     """All calls of the parser together read each character a few times."""
     sizes = []
-    parsed = tool_calls.parsed
-    monkeypatch.setattr(tool_calls, "parsed", lambda text, *rest: (
-        sizes.append(len(text)) or parsed(text, *rest)))
+    split = tool_calls.split
+    monkeypatch.setattr(tool_calls, "split", lambda text, *rest: (
+        sizes.append(len(text)) or split(text, *rest)))
     streamed([text[place:place + 5] for place in range(0, len(text), 5)])
     assert sum(sizes) < 9 * len(text)
 
