@@ -79,8 +79,9 @@ HELD_APART = (TILED - 1) * 4 * LANES
 SOON = 2**11 if HAS_TILES else 2**10
 # up to this many rows do not prefetch it: AMD's hardware prefetcher is enough (measured on Zen 4)
 FEW = 4 if has("avx512f") and has("clzero") else 0
-# in registers, it is prefetched once every EVERY words of a row
-EVERY = 1 if has("avx512f") else LANES
+# in registers, it is prefetched once every EVERY words of a row; with AVX-512, LLVM keeps sums of 6
+# rows in registers only if EVERY is at least 8
+EVERY = 8 if has("avx512f") else LANES
 
 
 @torch.no_grad()

@@ -28,6 +28,8 @@ FEW = 4
 # how many vectors of outputs are multiplied at once with one row; with more rows, two are, or four
 # if numbers are not expanded
 COLUMNS = 4
+# Few rows take little time, so their weight is prefetched this many words before it is needed.
+SOON = 2**11
 # for 16 outputs, of each of two halves: scales, and the numbers that are added
 SCALES = 2 * 2 * LANES
 

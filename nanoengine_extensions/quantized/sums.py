@@ -16,7 +16,7 @@ from nanoengine_cpu.vectors import (
     LANES, add_products, array_at, copy_rows, fill, inlined, load, numbers_at, prefetch, stack,
     store, total)
 from nanoengine_extensions.quantized.expanding import (
-    COLUMNS, FEW, add_numbers, read_scales, store_numbers, table_of)
+    COLUMNS, FEW, SOON, add_numbers, read_scales, store_numbers, table_of)
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # each row keeps the sums of this many neighbouring inputs; the size of a group is a multiple
@@ -108,6 +108,8 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK + c
+                for i in range(packed, packed + across * LANES, LANES):
+                    prefetch(words, i + SOON)
                 add_numbers(here, line, words, packed, table, held, width, per_word, count)
             add_scaled(space, LANES, count, scales[c:], sums[c:], count, across * LANES)
         if has_shift:

@@ -11,9 +11,9 @@ the dtype of the rows.
 import numpy as np
 
 from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_step
-from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, stack
+from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack
 from nanoengine_extensions.quantized.expanding import (
-    COLUMNS, FEW, SCALES, add_weights, open_scales, store_weights, table_of)
+    COLUMNS, FEW, SCALES, SOON, add_weights, open_scales, store_weights, table_of)
 from nanoengine_extensions.quantized.order import FLOAT8
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
@@ -72,6 +72,8 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
             for v in range(0, group, 32 // bits):
                 here = rows[n * step + v // per_word:]
                 packed = (place + head) // 4 + v * bits // 32 * BLOCK + c
+                for i in range(packed, packed + across * LANES, LANES):
+                    prefetch(words, i + SOON)
                 add_weights(here, line, words, packed, table, own, held, width, per_word, count)
             for i in range(across):
                 copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
