@@ -8,20 +8,18 @@ conversion to floating point: put into the mantissa of 1, it gives f = 1 + u / 2
 u * scale + added = f * (256 * scale) + (added - 256 * scale). This difference is exact, too.
 """
 
-from itertools import chain
-
 import numpy as np
 from llvmlite import ir
 from numba import types
 
 from nanoengine_cpu.vectors import (
     FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
-    opened, same, store, vector)
-from nanoengine_extensions.quantized.order import FLOAT8, stored_bits
-from nanoengine_extensions.quantized.packed import ANY, EXPONENT, FLOAT, HAS_TABLES, NESTED, TABLE
+    same, store, vector)
+from nanoengine_extensions.quantized.order import FLOAT8, HAS_TABLES, LOWER, UPPER
+from nanoengine_extensions.quantized.packed import ANY, EXPONENT, FLOAT, NESTED, TABLE
 from nanoengine_extensions.quantized.whole_numbers import (
-    at_vector, floats_of, in_turn, in_words, load_words, looked_up, pairs_of, small_floats,
-    whole_numbers)
+    at_vector, floats_of, in_bytes, in_turn, in_words, load_words, looked_up, opened_pairs,
+    small_floats, whole_numbers)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
@@ -88,20 +86,29 @@ def marked(builder, words):
     return numbers
 
 
-def weights_of(builder, data, place, table, scales, width, per_word):
-    """The weights of 16 packed words, as the words that are multiplied."""
+def weights_of(builder, data, place, upper, shift, table, scales, width, per_word):
+    """The weights of 16 packed words, as the words that are multiplied.
+
+    upper, shift: see `in_bytes`
+    """
+    if UPPER[width]:
+        vectors = in_bytes(builder, data, place, upper, shift, width)
+        found = [opened_pairs(builder, each, width, False, table) for each in vectors]
+        return [word for numbers in found for word in scaled(builder, numbers, scales, per_word)]
     words = load_words(builder, data, place)
     if width == 4 and HAS_TABLES:
         numbers = [*looked_up(builder, words, table)]
-    elif width == 6 and HAS_TABLES and per_word == 2:
-        pairs = [opened(builder, found) for found in pairs_of(builder, words, 6, False, table)]
-        numbers = [*chain(*zip(*pairs))]
     elif width == 8:
         numbers = marked(builder, words)
     elif width == FLOAT8:
         numbers = [*small_floats(builder, data, place)]
     else:
-        numbers = floats_of(builder, words, stored_bits(width), False)
+        numbers = floats_of(builder, words, LOWER[width], False)
+    return scaled(builder, numbers, scales, per_word)
+
+
+def scaled(builder, numbers, scales, per_word):
+    """The weights of the numbers of 16 words, as the words that are multiplied."""
     weights = []
     for i, number in enumerate(numbers):
         half = i * per_word // len(numbers) * SCALES // 2
@@ -134,35 +141,38 @@ def store_words(builder, lines, to, pitch, words):
 
 
 @instruction(types.void, constants=3)
-def add_weights(builder, rows, line, data, place, table, scales, sums, width, per_word, count):
+def add_weights(builder, rows, line, data, place, upper, shift, table, scales, sums, width,
+                per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
     for i in range(COLUMNS if count == 1 else 2):
         own = builder.gep(scales, [place.type(i * SCALES)])
-        packed = builder.add(place, place.type(i * LANES))
-        weights = weights_of(builder, data, packed, table, own, width, per_word)
+        places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
+        weights = weights_of(builder, data, *places, shift, table, own, width, per_word)
         add_words(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
 
 
 @instruction(types.void, constants=2)
-def store_weights(builder, lines, to, pitch, data, place, table, scales, width, per_word):
+def store_weights(builder, lines, to, pitch, data, place, upper, shift, table, scales, width,
+                  per_word):
     """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
-    weights = weights_of(builder, data, place, table, scales, width, per_word)
+    weights = weights_of(builder, data, place, upper, shift, table, scales, width, per_word)
     store_words(builder, lines, to, pitch, weights)
 
 
 @instruction(types.void, constants=3)
-def add_numbers(builder, rows, line, data, place, table, sums, width, per_word, count):
+def add_numbers(builder, rows, line, data, place, upper, shift, table, sums, width, per_word,
+                count):
     """Adds the products of `count` rows with some vectors of whole numbers to their sums."""
     for i in range(COLUMNS if count == 1 or width < 8 else 2):
-        packed = builder.add(place, place.type(i * LANES))
-        words = whole_numbers(builder, data, packed, table, width, per_word)
+        places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
+        words = whole_numbers(builder, data, *places, shift, table, width, per_word)
         add_words(builder, rows, line, words, sums, i * count * LANES, per_word, count)
 
 
 @instruction(types.void, constants=2)
-def store_numbers(builder, lines, to, pitch, data, place, table, width, per_word):
+def store_numbers(builder, lines, to, pitch, data, place, upper, shift, table, width, per_word):
     """Stores the numbers of 16 packed words, each vector of them `pitch` words after the last."""
-    words = whole_numbers(builder, data, place, table, width, per_word)
+    words = whole_numbers(builder, data, place, upper, shift, table, width, per_word)
     store_words(builder, lines, to, pitch, words)
 
 
@@ -186,6 +196,15 @@ def load_stored(data, at, above, storage):
     if storage == EXPONENT:
         return load_exponents(data, at)
     return load_halves(data, at)
+
+
+@inlined()
+def find_upper(first, v, group, block_size, width):
+    """Returns the word where the upper bits of the numbers of some inputs are, and their place in
+    a byte. first: the word where the numbers of a group begin; v: the first input in the group"""
+    lower, upper = LOWER[width], UPPER[width]
+    words = group * lower // 32 + v * upper // 32
+    return first + words * block_size, v * upper // 4 % 8
 
 
 @inlined()

@@ -11,22 +11,22 @@ from torch import Tensor
 
 from nanoengine_cpu.compiling import compile_cached
 from nanoengine_cpu.products import BLOCK, BLOCKS
-from nanoengine_cpu.vectors import LANES
+from nanoengine_cpu.vectors import LANES, has
 
 # the width of numbers in floating point: see `packed.Form`
 FLOAT8 = 9
+# whether kernels look up numbers of up to 6 bits
+HAS_TABLES = has("avx512bw")
+# by width: how many lower bits of a number lie together, and how many upper bits elsewhere
+LOWER = (0, 0, 0, 0, 4, 4, 4, 8, 8, 8) if HAS_TABLES else (0, 0, 0, 0, 4, 8, 8, 8, 8, 8)
+UPPER = (0, 0, 0, 0, 0, 1, 2, 0, 0, 0) if HAS_TABLES else (0,) * 10
 # the arguments of `placing`
-ARGUMENTS = "void(uint8[:, ::1], uint16[::1], uint8[:, :, :], int64, uint8, boolean)"
+ARGUMENTS = "void(uint8[:, ::1], uint16[::1], uint8[:, :, :], int64)"
 
 
 def block_of(dtype: torch.dtype, by_sums: bool) -> int:
     """Returns how many outputs a block has."""
     return BLOCK if by_sums else BLOCKS[dtype]
-
-
-def stored_bits(width: int) -> int:
-    """Returns the number of bits in which a number is stored. width: see `Form`"""
-    return 4 if width == 4 else 8
 
 
 def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
@@ -46,7 +46,7 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
         x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
         x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
     # blocks, groups, words of a row, halves of a word, vectors of a block, lanes
-    x = x.unflatten(2, (-1, 32 // stored_bits(width) // per_word))
+    x = x.unflatten(2, (-1, (8 if width == 4 else 4) // per_word))
     are_vectors = width == FLOAT8 or (by_sums and width == 8)
     return x.permute((0, 1, 2, 5, 4, 3, 6) if are_vectors else (0, 1, 2, 5, 6, 4, 3)).flatten(2)
 
@@ -60,18 +60,29 @@ def order_of(group: int, width: int, dtype: torch.dtype, by_sums: bool) -> Tenso
     return in_order(numbers, group, width, dtype, by_sums).flatten()
 
 
-def place(numbers: Tensor, order: Tensor, records: Tensor, group: int, added: int) -> None:
-    """Stores numbers in records, in an order.
+def orders_of(group: int, width: int, dtype: torch.dtype,
+              by_sums: bool) -> list[tuple[int, Tensor]]:
+    """Returns the parts that numbers consist of, the lower one first: how many bits each has, and
+    the order in which they are stored.
 
-    numbers: (outputs, inputs), of 8 bits; records: (blocks, groups, bytes), is written
-    order: of one record, see `order_of`; two numbers of 4 bits share a byte, the first one below
-    added: is added to all numbers. The sum has the right bits for numbers with a sign, too.
+    Without a second part, it is that of `order_of`. With one, a vector of parts has those of some
+    vectors of bytes: in each byte, of one byte of each vector.
     """
-    assert numbers.element_size() == 1
-    numbers = numbers.contiguous().view(torch.uint8)
-    are_halves = records.shape[2] < len(order)
-    placing()(numbers.numpy(), order.to(torch.uint16).numpy(), records.numpy(), group, added % 256,
-              are_halves)
+    order = order_of(group, width, dtype, by_sums)
+    if not UPPER[width]:
+        return [(LOWER[width], order)]
+    across = block_of(dtype, by_sums) // LANES, 4 * LANES
+    return [(bits, order.view(-1, 8 // bits, *across).permute(0, 2, 3, 1).flatten())
+            for bits in (LOWER[width], UPPER[width])]
+
+
+def place(numbers: Tensor, order: Tensor, records: Tensor, group: int) -> None:
+    """Stores the lower bits of numbers in records, in an order: as many as have a place.
+
+    numbers: (outputs, inputs) uint8; records: (blocks, groups, bytes), is written
+    order: of one record, see `orders_of`; if numbers share a byte, the first one is lowest
+    """
+    placing()(numbers.contiguous().numpy(), order.to(torch.uint16).numpy(), records.numpy(), group)
 
 
 @functools.cache
@@ -81,12 +92,12 @@ def placing() -> Callable[..., None]:
     A group of a block's outputs is copied to a tile, which stays in the L1 cache. There, numbers
     are taken in order.
     """
-    def run(numbers: Any, order: Any, records: Any, group: int, added: int,
-            are_halves: bool) -> None:
+    def run(numbers: Any, order: Any, records: Any, group: int) -> None:
         outputs, inputs = numbers.shape
         blocks, groups, size = records.shape
         block = len(order) // group
-        mask = np.uint8(15 if are_halves else 255)
+        bits = np.uint8(8 * size // len(order))
+        mask = np.uint8(2**bits - 1)
         tile = np.empty(len(order), np.uint8)
         for b in range(blocks):
             for g in range(groups):
@@ -96,14 +107,19 @@ def placing() -> Callable[..., None]:
                 for o in range(min(block, outputs - b * block)):
                     row, to = numbers[b * block + o, g * group:], tile[o * group:]
                     for i in range(count):
-                        to[i] = row[i] + added & mask
+                        to[i] = row[i] & mask
                 record = records[b, g]
                 # numba would count places from the end if they could be negative
                 for i in range(size):
-                    if are_halves:
+                    if bits == 8:
+                        record[i] = tile[order[np.uint64(i)]]
+                    elif bits == 4:
                         first, second = order[np.uint64(2 * i)], order[np.uint64(2 * i + 1)]
                         record[i] = tile[first] | tile[second] << np.uint8(4)
                     else:
-                        record[i] = tile[order[np.uint64(i)]]
+                        record[i] = 0
+                        for j in range(8 // bits):
+                            number = tile[order[np.uint64(8 // bits * i + j)]]
+                            record[i] |= number << np.uint8(bits * j)
 
     return compile_cached(functools.partial(njit, ARGUMENTS, nogil=True, boundscheck=False), run)

@@ -6,7 +6,8 @@
         scales of 256 inputs, in float16, where the scales of groups are multiplied by them
         each group of inputs: a record
             scales      of each output; then lows and zeros, where there are any
-            numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each
+            numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each; of
+                        numbers of 5 or 6 bits, first the 4 lower bits, then the upper bits
 
     weight = (number - zero) * scale + low          or table[number] * scale
 """
@@ -21,14 +22,13 @@ from torch import Tensor
 
 from nanoengine_cpu.memory import in_huge_pages
 from nanoengine_cpu.products import MOST_WORDS
-from nanoengine_cpu.vectors import LANES, has
+from nanoengine_cpu.vectors import LANES
 from nanoengine_extensions.quantized.formulas import Grouped
-from nanoengine_extensions.quantized.order import FLOAT8, block_of, order_of, place
+from nanoengine_extensions.quantized.order import (
+    FLOAT8, HAS_TABLES, LOWER, UPPER, block_of, orders_of, place)
 
 # the numbers of a header, and the byte where its table begins
 HEADER, TABLE = 24, 8 * 16
-# whether kernels look up numbers of 4 bits
-HAS_TABLES = has("avx512bw")
 # how scales and lows are stored: as int8 times one in float16, in float16, in float32, or as a
 # power of two in a byte. The number modulo 3 is the logarithm of the size in bytes
 NESTED, HALF, FLOAT, EXPONENT = range(4)
@@ -48,7 +48,7 @@ class Form(NamedTuple):
     nested: how many groups a super-block has; 0: there are no super-blocks.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
-    width: how numbers are read: in 4 bits, or in 8 bits, of which they need 6 or 8; FLOAT8.
+    width: the bits of a stored number: 4, 5, 6 or 8; FLOAT8.
     has_table: whether numbers are only indices into a table.
     """
 
@@ -134,10 +134,17 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
         # the one zero of all groups is moved to the middle, where all numbers fit
         added += middle - zero
         least, most, zero = least + middle - zero, most + middle - zero, middle
-    are_few = lows is not None and most < 64
-    if by_sums:
-        are_few = middle - 32 <= least and most < middle + 32
-    width = FLOAT8 if has_floats else 6 if weight.bits == 8 and are_few else weight.bits
+    width = FLOAT8 if has_floats else weight.bits
+    # the one zero of all groups can be moved, where something is added to weights anyway
+    can_move = HAS_TABLES and isinstance(zero, int) and by_sums == (lows is not None)
+    moved = 0
+    for few in [] if width != 8 else [6, 5] if HAS_TABLES else [6]:
+        first = middle - 2 ** (few - 1) if by_sums else 0
+        move = first - least if can_move else 0
+        if first <= least + move <= most + move < first + 2**few and group * UPPER[few] % 32 == 0:
+            width, moved = few, move
+    if moved:
+        added, zero = added + moved, zero + moved
     # expanding.py adds either lows or zeros; to numbers of 8 bits, a difference
     if lows is not None and not by_sums and (zero != 0 or width == 8 and (
             weight.above or not is_exact(lows.double() - 256 * scales.double()))):
@@ -149,7 +156,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     above = [in_blocks(each, each.shape[1]) for each in weight.above]
     begin = sum(each[0].numel() for each in above)
     head = sum(each.shape[2] for each in heads)
-    record = head + block * group * weight.bits // 8
+    record = head + block * group * (LOWER[width] + UPPER[width]) // 8
     form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
                 lows is not None, 0 if isinstance(zero, Tensor) else zero,
                 ABOVE // group if above else 0, begin, begin + groups * record, block,
@@ -163,8 +170,13 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
         written[:, :begin] = torch.cat(above, 2).flatten(1)
     records = written[:, begin:].unflatten(1, (groups, record))
     records[:, :, :head] = torch.cat(heads, 2)
-    place(weight.numbers, order_of(group, width, dtype, by_sums), records[:, :, head:], group,
-          added + (middle if by_sums else 0))
+    # the sum has the right bits for numbers with a sign, too
+    numbers = weight.numbers.view(torch.uint8) + (added + (middle if by_sums else 0)) % 256
+    below = 0
+    for bits, order in orders_of(group, width, dtype, by_sums):
+        end = head + block * group * bits // 8
+        place(numbers >> below if below else numbers, order, records[:, :, head:end], group)
+        head, below = end, below + bits
     return packed
 
 
@@ -209,12 +221,16 @@ def blocks_of(packed: Tensor) -> int:
 
 
 @functools.cache
-def places(form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns where the number of an output and an input of a group is: its byte after a head, and
-    its first bit, (outputs of a block, inputs) each."""
-    order = order_of(form.group, form.width, dtype, bool(form.by_sums))
-    first = form.bits * order.argsort().view(form.block, -1)
-    return first // 8, (first % 8).to(torch.uint8)
+def places(form: Form, dtype: torch.dtype) -> list[tuple[int, Tensor, Tensor]]:
+    """Returns where the number of an output and an input of a group is: for its lower bits, and its
+    upper bits if there are any, how many there are; their byte in a record, and the first one's
+    place there, (outputs of a block, inputs) each."""
+    found, begin = [], form.head
+    for bits, order in orders_of(form.group, form.width, dtype, bool(form.by_sums)):
+        first = bits * order.argsort().view(form.block, -1)
+        found.append((bits, begin + first // 8, (first % 8).to(torch.uint8)))
+        begin += len(order) * bits // 8
+    return found
 
 
 def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -233,17 +249,20 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
         rows = groups[None, :records.shape[1], None]
         return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
 
-    byte, shift = places(form, dtype)
-    at = (byte + form.head)[own]
-    found = records[blocks[:, None, None], groups[None, :, None], at[:, None]]
-    found = found >> shift[own][:, None] & 2**form.bits - 1
+    found, width = 0, 0
+    for bits, byte, shift in places(form, dtype):
+        part = records[blocks[:, None, None], groups[None, :, None], byte[own][:, None]]
+        found |= (part >> shift[own][:, None] & 2**bits - 1) << width
+        width += bits
     if form.width == FLOAT8:
         weight = found.view(torch.float8_e4m3fn).float()
     elif form.has_table:
         table = packed[TABLE:8 * HEADER].view(dtype if form.by_sums else torch.float32)
         weight = table[found.int()].float()
     else:
-        weight = (found ^ (2**(form.bits - 1) if form.by_sums else 0)).float() - form.zero
+        # with sums, numbers minus the middle are stored
+        half = 2 ** (width - 1) if form.by_sums else 0
+        weight = (found ^ half).float() + ((2 ** (form.bits - 1) - half) * form.by_sums - form.zero)
     scales = find(records, 0, size, kind)
     lows = find(records, size * block, size, kind) if form.has_lows else None
     if form.nested:

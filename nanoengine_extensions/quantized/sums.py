@@ -16,7 +16,8 @@ from nanoengine_cpu.vectors import (
     LANES, add_products, array_at, copy_rows, fill, inlined, load, numbers_at, prefetch, stack,
     store, total)
 from nanoengine_extensions.quantized.expanding import (
-    COLUMNS, FEW, SOON, add_numbers, read_scales, store_numbers, table_of)
+    COLUMNS, FEW, SOON, add_numbers, find_upper, read_scales, store_numbers, table_of)
+from nanoengine_extensions.quantized.order import HAS_TABLES, LOWER, UPPER
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # each row keeps the sums of this many neighbouring inputs; the size of a group is a multiple
@@ -89,7 +90,7 @@ def add_shifts(units, pitch, in_group, scales, sums, count):
 def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width, per_word,
                        count):
     """Adds products of `count` rows, a constant, with a whole block of outputs to their sums."""
-    bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
+    _, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
     words = array_at(part + 8 * HEADER + number * size, ANY, np.uint32)
     scales = array_at(stack(OPEN), OPEN, np.float32)
     _, has_shift = group_and_shift(part)
@@ -105,12 +106,16 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
             space = array_at(held, HELD, np.float32)
             for i in range(0, across * count * LANES, LANES):
                 store(space, i, fill(np.float32(0)))
-            for v in range(0, group, 32 // bits):
-                here = rows[n * step + v // per_word:]
-                packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK + c
-                for i in range(packed, packed + across * LANES, LANES):
-                    prefetch(words, i + SOON)
-                add_numbers(here, line, words, packed, table, held, width, per_word, count)
+            for v in range(0, group, 32 // LOWER[width]):
+                here, first = rows[n * step + v // per_word:], (begin + n * record + head) // 4
+                packed = first + v * LOWER[width] // 32 * BLOCK + c
+                upper, shift = find_upper(first, v, group, BLOCK, width)
+                for i in range(0, across * LANES, LANES):
+                    prefetch(words, packed + i + SOON)
+                    if UPPER[width]:
+                        prefetch(words, upper + c + i + SOON)
+                add_numbers(here, line, words, packed, upper + c, shift, table, held, width,
+                            per_word, count)
             add_scaled(space, LANES, count, scales[c:], sums[c:], count, across * LANES)
         if has_shift:
             add_shifts(units[n * in_group:], pitch, in_group, scales, sums, count)
@@ -123,14 +128,27 @@ def add_count_by_sums(part, number, rows, line, size_of_row, units, sums, per_wo
         add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 8, per_word, count)
     elif width == 6:
         add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 6, per_word, count)
+    elif HAS_TABLES and width == 5:
+        add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 5, per_word, count)
     else:
         add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, 4, per_word, count)
+
+
+@inlined()
+def store_group(words, first, lines, to, group, table, width, per_word):
+    """Stores the numbers of a group of a block. first, to: where the first of them is, and goes"""
+    for v in range(0, group, 32 // LOWER[width]):
+        packed, here = first + v * LOWER[width] // 32 * BLOCK, to + v // per_word * BLOCK
+        upper, shift = find_upper(first, v, group, BLOCK, width)
+        for c in range(0, BLOCK, LANES):
+            store_numbers(lines, here + c, BLOCK, words, packed + c, upper + c, shift, table, width,
+                          per_word)
 
 
 @inlined(inline="always")
 def expand_by_sums(part, number, first, depth, lines, scales, per_word):
     """Stores the numbers of words `first` to `first` + `depth` of a block, and their scales."""
-    bits, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
+    _, group, record, head, _, _, _, _, _, begin, size = numbers_at(part, 11)
     _, has_shift = group_and_shift(part)
     width, table = numbers_at(part, 14)[13], table_of(part)
     at = part + 8 * HEADER + number * size
@@ -139,17 +157,16 @@ def expand_by_sums(part, number, first, depth, lines, scales, per_word):
     for n in range(first // step, (first + depth) // step):
         own = scales[(n - first // step) * OPEN:]
         open_sums(part, number, n, has_shift, own)
-        for v in range(0, group, 32 // bits):
-            to = (n * step - first + v // per_word) * BLOCK
-            packed = (begin + n * record + head) // 4 + v * bits // 32 * BLOCK
-            for c in range(0, BLOCK, LANES):
-                if width == 8:
-                    store_numbers(lines, to + c, BLOCK, words, packed + c, table, 8, per_word)
-                elif width == 6:
-                    store_numbers(lines, to + c, BLOCK, words, packed + c, table, 6, per_word)
-                else:
-                    store_numbers(lines, to + c, BLOCK, words, packed + c, table, 4, per_word)
-    return at + begin + (first + depth) // step * record, BLOCK * bits // 16
+        numbers, to = (begin + n * record + head) // 4, (n * step - first) * BLOCK
+        if width == 8:
+            store_group(words, numbers, lines, to, group, table, 8, per_word)
+        elif width == 6:
+            store_group(words, numbers, lines, to, group, table, 6, per_word)
+        elif HAS_TABLES and width == 5:
+            store_group(words, numbers, lines, to, group, table, 5, per_word)
+        else:
+            store_group(words, numbers, lines, to, group, table, 4, per_word)
+    return at + begin + (first + depth) // step * record, record // (4 * step)
 
 
 @inlined()

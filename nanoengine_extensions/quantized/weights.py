@@ -13,8 +13,8 @@ import numpy as np
 from nanoengine_cpu.products import BLOCK, SLICE, STEP, add_step
 from nanoengine_cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack
 from nanoengine_extensions.quantized.expanding import (
-    COLUMNS, FEW, SCALES, SOON, add_weights, open_scales, store_weights, table_of)
-from nanoengine_extensions.quantized.order import FLOAT8
+    COLUMNS, FEW, SCALES, SOON, add_weights, find_upper, open_scales, store_weights, table_of)
+from nanoengine_extensions.quantized.order import FLOAT8, HAS_TABLES, LOWER, UPPER
 from nanoengine_extensions.quantized.packed import ANY, HEADER
 
 # sums of two vectors of outputs
@@ -26,7 +26,7 @@ OPEN = COLUMNS * SCALES
 @inlined()
 def expand_groups(part, number, first, depth, lines, block_size, width, per_word):
     """Expands words `first` to `first` + `depth` of a block."""
-    (bits, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
+    (_, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
@@ -37,20 +37,21 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
         place = begin + n * record
         above = n // max(1, nested) * 2 * block_size * (1 + has_lows)
         open_scales(data, place, above, kind, width, block_size, per_word, scales)
-        for v in range(0, group, 32 // bits):
+        for v in range(0, group, 32 // LOWER[width]):
             to = (n * step - first + v // per_word) * block_size
-            packed = (place + head) // 4 + v * bits // 32 * block_size
+            packed = (place + head) // 4 + v * LOWER[width] // 32 * block_size
+            upper, shift = find_upper((place + head) // 4, v, group, block_size, width)
             for c in range(0, block_size, LANES):
-                store_weights(lines, to + c, block_size, words, packed + c, table,
+                store_weights(lines, to + c, block_size, words, packed + c, upper + c, shift, table,
                               scales[SCALES // LANES * c:], width, per_word)
     # where the next words lie, and how many of them each word in a row needs
-    return at + begin + (first + depth) // step * record, block_size * bits // 16
+    return at + begin + (first + depth) // step * record, record // (4 * step)
 
 
 @inlined()
 def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, count):
     """Adds products of `count` rows, a constant, with a whole block of 64 outputs to their sums."""
-    (bits, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
+    (_, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
     data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
@@ -69,18 +70,22 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
             for i in range(across):
                 copy_rows(sums[c + i * LANES:], BLOCK, space[i * count * LANES:], LANES, count, 1)
             own = scales[SCALES // LANES * c:]
-            for v in range(0, group, 32 // bits):
+            for v in range(0, group, 32 // LOWER[width]):
                 here = rows[n * step + v // per_word:]
-                packed = (place + head) // 4 + v * bits // 32 * BLOCK + c
-                for i in range(packed, packed + across * LANES, LANES):
-                    prefetch(words, i + SOON)
-                add_weights(here, line, words, packed, table, own, held, width, per_word, count)
+                packed = (place + head) // 4 + v * LOWER[width] // 32 * BLOCK + c
+                upper, shift = find_upper((place + head) // 4, v, group, BLOCK, width)
+                for i in range(0, across * LANES, LANES):
+                    prefetch(words, packed + i + SOON)
+                    if UPPER[width]:
+                        prefetch(words, upper + c + i + SOON)
+                add_weights(here, line, words, packed, upper + c, shift, table, own, held, width,
+                            per_word, count)
             for i in range(across):
                 copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
 
 
-# One function is compiled for each width: 4, 6 and 8 bits. FP8 has kernels of its own, which need
-# only one function.
+# One function is compiled for each width: 4, 5, 6 and 8 bits. FP8 has kernels of its own, which
+# need only one function.
 
 
 @inlined(inline="always")
@@ -90,6 +95,8 @@ def expand(part, number, first, depth, lines, block_size, per_word):
         return expand_groups(part, number, first, depth, lines, block_size, 8, per_word)
     if width == 6:
         return expand_groups(part, number, first, depth, lines, block_size, 6, per_word)
+    if HAS_TABLES and width == 5:
+        return expand_groups(part, number, first, depth, lines, block_size, 5, per_word)
     return expand_groups(part, number, first, depth, lines, block_size, 4, per_word)
 
 
@@ -110,6 +117,8 @@ def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
         add_groups(part, number, rows, line, size_of_row, sums, 8, per_word, count)
     elif width == 6:
         add_groups(part, number, rows, line, size_of_row, sums, 6, per_word, count)
+    elif HAS_TABLES and width == 5:
+        add_groups(part, number, rows, line, size_of_row, sums, 5, per_word, count)
     else:
         add_groups(part, number, rows, line, size_of_row, sums, 4, per_word, count)
 

@@ -1,16 +1,16 @@
 """Turns packed words into numbers, in LLVM IR.
 
 With AVX-512, numbers of 4 bits are looked up in a table that one register holds: the weight brings
-it (packed.py). In bfloat16, bytes with numbers of 6 bits are looked up in a table of two registers.
+it (packed.py). Numbers of 5 or 6 bits are looked up in tables in bfloat16, of one or two registers.
 """
 
 import struct
+from itertools import chain
 
 from llvmlite import ir
 
-from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, rounded, same
-from nanoengine_extensions.quantized.order import stored_bits
-from nanoengine_extensions.quantized.packed import HAS_TABLES
+from nanoengine_cpu.vectors import FLOATS, LANES, WORDS, call, has, opened, rounded, same
+from nanoengine_extensions.quantized.order import HAS_TABLES, LOWER, UPPER
 
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -67,26 +67,52 @@ def small_floats(builder, data, place):
             yield builder.fpext(builder.bitcast(halves, HALF_FLOATS), FLOATS)
 
 
+def in_bytes(builder, data, place, upper, shift, width):
+    """Two vectors of words with four numbers of 5 or 6 bits, a byte each, whose other bits are
+    arbitrary.
+
+    place: of the words with the lower bits; upper: of those with the upper bits
+    shift: the place, in each byte there, of the upper bits of these numbers
+    """
+    below, above = [load_words(builder, data, at) for at in (place, upper)]
+    places = builder.insert_element(same(WORDS, 0), builder.trunc(shift, WORDS.element),
+                                    ir.IntType(32)(0))
+    above = builder.lshr(above, builder.shuffle_vector(places, places, same(WORDS, 0)))
+    for number in range(2):
+        few = builder.lshr(below, same(WORDS, 4 * number))
+        more = builder.shl(above, same(WORDS, 4 - UPPER[width] * number))
+        yield builder.or_(builder.and_(few, same(WORDS, 0x0F0F0F0F)),
+                          builder.and_(more, same(WORDS, 0xF0F0F0F0)))
+
+
 def pairs_of(builder, words, width, has_sign, table):
     """The numbers of some words, as words of two numbers in bfloat16.
 
-    width: 4 or 6; has_sign: of 6 bits; table: of 4 bits, 16 numbers twice, since an index also has
-        a fifth bit, of the number above
+    width: 4, or 5 or 6 in bytes; has_sign: of 5 or 6 bits
+    table: of 4 bits, 16 numbers twice, since an index also has a fifth bit, of the number above
     """
-    first, *others = [builder.bitcast(table, PAIRS)] if width == 4 else whole_of_6_bits(has_sign)
+    own = [builder.bitcast(table, PAIRS)]
+    first, *others = own if width == 4 else bfloat16_table(width, has_sign)
     name = "vpermi2var" if others else "permvar"
-    for shift in range(0, 16, stored_bits(width)):
+    for shift in range(0, 16, 4 if width == 4 else 8):
+        # an index can have more bits than are read
         index = builder.lshr(builder.bitcast(words, PAIRS), ir.Constant(PAIRS, [shift] * 32))
         found = call(builder, f"llvm.x86.avx512.{name}.hi.512", PAIRS, first, index, *others)
         yield builder.bitcast(found, WORDS)
 
 
-def whole_of_6_bits(has_sign):
-    """A lookup table for 6-bit numbers, in bfloat16, in two registers."""
-    below = 32 if has_sign else 64
-    numbers = [number if number < below else number - 64 for number in range(64)]
+def bfloat16_table(width, has_sign):
+    """A lookup table for numbers of 5 or 6 bits, in bfloat16, in one or two registers."""
+    below = 2 ** (width - has_sign)
+    numbers = [number if number < below else number - 2**width for number in range(2**width)]
     halves = [struct.unpack("<HH", struct.pack("<f", number))[1] for number in numbers]
-    return [ir.Constant(PAIRS, halves[i:i + 32]) for i in (0, 32)]
+    return [ir.Constant(PAIRS, halves[i:i + 32]) for i in range(0, len(halves), 32)]
+
+
+def opened_pairs(builder, *numbers):
+    """The same numbers in float32, from the lowest bits of words up. numbers: as in `pairs_of`"""
+    pairs = [opened(builder, found) for found in pairs_of(builder, *numbers)]
+    return [*chain(*zip(*pairs))]
 
 
 # ----------------------------------------------------------------- words that are multiplied
@@ -117,15 +143,24 @@ def in_words(builder, numbers, per_word, join):
     return [join(builder, *pair) for pair in zip(numbers[:half], numbers[half:])]
 
 
-def whole_numbers(builder, data, place, table, width, per_word):
-    """The numbers of 16 packed words, with a sign, as the words that are multiplied."""
+def whole_numbers(builder, data, place, upper, shift, table, width, per_word):
+    """The numbers of 16 packed words, with a sign, as the words that are multiplied.
+
+    upper, shift: see `in_bytes`
+    """
     if width == 8:
         return in_words(builder, bytes_of(builder, data, place), per_word, in_turn)
     words = load_words(builder, data, place)
+    vectors = [words]
+    if UPPER[width]:
+        vectors = [*in_bytes(builder, data, place, upper, shift, width)]
     if HAS_TABLES and per_word == 2:
-        found = pairs_of(builder, words, width, True, table)
-        return [builder.bitcast(pairs, FLOATS) for pairs in found]
+        return [builder.bitcast(pairs, FLOATS) for each in vectors
+                for pairs in pairs_of(builder, each, width, True, table)]
     if HAS_TABLES and width == 4:
         return [*looked_up(builder, words, table)]
-    numbers = floats_of(builder, words, stored_bits(width), True)
+    if HAS_TABLES:
+        return [number for each in vectors
+                for number in opened_pairs(builder, each, width, True, table)]
+    numbers = floats_of(builder, words, LOWER[width], True)
     return in_words(builder, numbers, per_word, joined)

@@ -375,10 +375,11 @@ def linears_of(llm) -> list[QuantizedLinear]:
 # its numbers stand for
 PACKED: dict[str, tuple] = {
     "Q8_0": (8, 32, "half", False, False, True), "Q4_0": (4, 32, "half", False, False, True),
-    "Q4_1": (4, 32, "half", True, False, False), "Q5_1": (8, 32, "half", True, False, False),
-    "Q4_K": (4, 32, "nested", True, False, False), "Q5_K": (8, 32, "nested", True, False, False),
-    "MLX 8": (8, 64, "wide", True, False, False),
-    "Q6_K": (8, 16, "nested", False, False, True), "Q3_K": (4, 16, "nested", False, False, True),
+    "Q4_1": (4, 32, "half", True, False, False), "Q5_1": (5, 32, "half", True, False, False),
+    "Q4_K": (4, 32, "nested", True, False, False), "Q5_K": (5, 32, "nested", True, False, False),
+    "MLX 8": (8, 64, "wide", True, False, False), "MLX 6": (6, 64, "wide", True, False, False),
+    "Q5_0": (5, 32, "half", False, False, True), "with zeros": (6, 32, "half", False, True, False),
+    "Q6_K": (6, 16, "nested", False, False, True), "Q3_K": (4, 16, "nested", False, False, True),
     "AWQ": (4, 128, "half", False, True, False), "in bfloat16": (8, 64, "wide", False, True, False),
     "a row": (4, 512, "wide", False, False, True),
     "IQ4_NL": (4, 32, "half", False, False, False, gguf_numbers.IQ4),
@@ -391,9 +392,7 @@ WITH_SUMS = [name for name in PACKED if name != "FP8"]
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
          has_zeros: bool, has_sign: bool, values: Tensor | None = None) -> formulas.Grouped:
-    # except in MLX's files, those with lows have at most 5 bits
-    most = 32 if bits == 8 and has_lows and storage != "wide" else 2**bits
-    numbers = torch.randint(most, (outputs, inputs))
+    numbers = torch.randint(2**bits, (outputs, inputs))
     if has_sign:
         numbers -= 2 ** (bits - 1)
     if values is formulas.E4M3:
@@ -412,10 +411,10 @@ def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_low
     lows = scales() if has_lows else None
     if lows is not None and storage == "wide":
         # as MLX: one number of each group stands for nearly 0
-        lows = (own * -torch.randint(1, 256, size)).to(own.dtype)
+        lows = (own * -torch.randint(1, 2**bits, size)).to(own.dtype)
     return formulas.Grouped(
         numbers.to(torch.int8 if has_sign else torch.uint8), own, zeros,
-        torch.arange(inputs) // group, bits, lows,
+        torch.arange(inputs) // group, 4 if bits == 4 else 8, lows,
         tuple(above) if storage == "nested" else (), values)
 
 

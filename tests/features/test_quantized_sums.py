@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoengine import LLM, SamplingParams
 from nanoengine_cpu.compiling import Program
 from nanoengine_cpu.modules import PackedLinear
-from nanoengine_extensions.quantized import formulas, packed
+from nanoengine_extensions.quantized import formulas, order, packed
 from nanoengine_extensions.quantized.modules import QuantizedLinear
 
 fixtures = make_gguf, make_quantized
@@ -147,15 +147,50 @@ def test_the_smallest_exponents_are_kept():
     assert torch.equal(found, weight.dequantized())
 
 
-@pytest.mark.parametrize("least, most, width", [
-    (-32, 31, 6), (-33, 31, 8), (-32, 32, 8), (0, 5, 6)])
-def test_numbers_of_6_bits_are_looked_up(least, most, width):
-    numbers = torch.randint(least, most + 1, (70, 256), dtype=torch.int8)
+@pytest.mark.parametrize("least, most, group, has_lows, width", [
+    (-16, 15, 32, False, 5), (-17, 15, 32, False, 6), (-16, 16, 64, False, 6),
+    (-16, 15, 16, False, 6), (-32, 31, 16, False, 6), (-33, 31, 32, False, 8),
+    (-32, 32, 32, False, 8), (0, 31, 128, True, 5), (20, 51, 32, True, 5), (20, 52, 32, True, 6),
+    (0, 63, 16, True, 6)])
+def test_numbers_of_5_or_6_bits(least, most, group, has_lows, width):
+    """Lows let the zero be moved, and with AVX-512, numbers of fewer bits take less memory."""
+    kind = torch.uint8 if has_lows else torch.int8
+    numbers = torch.randint(least, most + 1, (128, 256), dtype=kind)
     numbers[5, 7], numbers[60, 9] = least, most
-    weight = formulas.Grouped(numbers, torch.rand(70, 8).half(), groups=torch.arange(256) // 32)
-    form = packed.form_of(packed.pack(weight, torch.bfloat16, True))
+    scales = torch.rand(128, 256 // group).half()
+    weight = formulas.Grouped(numbers, scales, groups=torch.arange(256) // group,
+                              lows=scales if has_lows else None)
+    part = packed.pack(weight, torch.bfloat16, True)
+    form = packed.form_of(part)
+    if not order.HAS_TABLES:
+        width = 6 if -32 <= least and most < 32 else 8
     assert form.bits == 8 and form.width == width
+    stored = 8 if width == 8 or not order.HAS_TABLES else width
+    num_scales = 128 * 256 // group * (1 + has_lows)
+    assert len(part) == 8 * packed.HEADER + 128 * 256 * stored // 8 + 2 * num_scales
+    found = packed.rows_of(part, torch.arange(128), 256, torch.bfloat16)
+    assert torch.equal(found, weight.dequantized())
     compare_exactly([weight], torch.bfloat16, (1, 2, 4, 9))
+
+
+@pytest.mark.parametrize("least, most, group, zero, width", [
+    (-16, 15, 32, None, 5), (-32, 31, 16, None, 6), (40, 71, 32, None, 5), (-33, 31, 32, None, 8),
+    (0, 31, 32, 16, 5), (0, 63, 16, 40, 6), (0, 64, 32, 40, 8)])
+def test_weights_of_5_or_6_bits(least, most, group, zero, width):
+    kind = torch.int8 if zero is None else torch.uint8
+    numbers = torch.randint(least, most + 1, (70, 256), dtype=kind)
+    numbers[5, 7], numbers[60, 9] = least, most
+    scales = torch.rand(70, 256 // group).half()
+    zeros = None if zero is None else torch.full(scales.shape, zero, dtype=torch.uint8)
+    weight = formulas.Grouped(numbers, scales, zeros, torch.arange(256) // group)
+    for dtype in DTYPES:
+        form = packed.form_of(packed.pack(weight, dtype))
+        assert form.width == width if order.HAS_TABLES else form.width in (6, 8)
+        for count in (1, 2, 4, 9):
+            x = torch.randn(count, 256).to(dtype)
+            found, wanted = [run(linear_of([weight], dtype, 1, None, kind), x)
+                             for kind in (QuantizedLinear, PackedLinear)]
+            assert torch.equal(found, wanted), count
 
 
 def test_inputs_that_fill_no_vector():
