@@ -286,7 +286,8 @@ def find_keys(base, tile, block_tables, window, kv, shape):
 
 
 @inlined(inline="always")
-def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space, shape, panel):
+def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space, shape, key_panel,
+           panel):
     """Computes attention for a tile of tokens of one sequence. The rows are its queries for one KV
     head.
 
@@ -297,7 +298,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
         WEIGHTS and MAXIMUM; weights take the place of the scores
     shape: (head_dim, the same in whole vectors, group_size, block_size, per_word, unit): spans
         begin again after `unit` keys
-    panel: see `multiply`
+    key_panel, panel: of scores and of values, see `multiply`
     """
     begin, end, last, kv_head, _ = tile
     head_dim, width, group_size, _, per_word, unit = shape
@@ -330,9 +331,6 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
 
     scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     first = last + 1 - (end - begin)
-    # tiles of keys at a time
-    together = 2 if is_tiled else min(2, MOST_VECTORS // rows)
-    key_panel = (rows, together, per_word, is_tiled)
     # for a plain 0, numba would compile one more variant
     base, here = find_keys(np.int64(0), tile, block_tables, window, kv, shape)
     while base <= last:
@@ -344,7 +342,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
 
         # scores: a line holds one word from each key of a tile
         scores[:, :num_tiles * LANES] = 0
-        for t in range(0, num_tiles, together):
+        for t in range(0, num_tiles, key_panel[1]):
             for r in range(0, num_rows, rows):
                 multiply(scratch[r:], keys, ONE_PIECE, (words, LANES), here[t:], words,
                          scores[r:, t * LANES:], pitch, key_panel, (values, ONE_PIECE, num_rows))
@@ -417,8 +415,8 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     is_tiled = (HAS_TILES and per_word == 2 and head_dim in TILED_HEAD_DIMS
                 and block_size % (LANES * per_word) == 0)
 
-    def panel_of(rows: int) -> tuple[int, int, int, bool]:
-        vectors = 2 if is_tiled else largest_divisor(width // LANES, MOST_VECTORS // rows)
+    def panel_of(rows: int, size: int) -> tuple[int, int, int, bool]:
+        vectors = 2 if is_tiled else largest_divisor(size // LANES, MOST_VECTORS // rows)
         return rows, vectors, per_word, is_tiled
 
     # A tile of keys lies in one block. So for other block sizes, spans begin again in each block.
@@ -427,8 +425,9 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     # compiles a function; it would not know those in named tuples, and would compile for longer.
     shape = (head_dim, width, group_size, block_size, per_word, unit)
     rows = 2 * LANES if is_tiled else MOST_ROWS
-    panel = panel_of(rows)
-    decode_panel = panel_of(largest_divisor(group_size, rows))
+    decode_rows = largest_divisor(group_size, rows)
+    key_panel, panel = panel_of(rows, 2 * LANES), panel_of(rows, width)
+    decode_key_panel, decode_panel = panel_of(decode_rows, 2 * LANES), panel_of(decode_rows, width)
     most_rows = round_up.py_func(most_tokens * group_size, rows)
     # see `attend`: a query, scores, values and a state
     scratch_size = most_rows * (head_dim // per_word + SPAN + width + STATE)
@@ -486,10 +485,10 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
             space = stack(scratch_size)
             if tile[1] - tile[0] == 1:
                 attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space,
-                       shape, decode_panel)
+                       shape, decode_key_panel, decode_panel)
             else:
                 attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space,
-                       shape, panel)
+                       shape, key_panel, panel)
 
     return compile_kernel(kernel, phases=2)
 
