@@ -249,10 +249,10 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
         rows = groups[None, :records.shape[1], None]
         return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
 
-    found, width = 0, 0
+    found, width = torch.zeros((), dtype=torch.uint8, device="cpu"), 0
     for bits, byte, shift in places(form, dtype):
         part = records[blocks[:, None, None], groups[None, :, None], byte[own][:, None]]
-        found |= (part >> shift[own][:, None] & 2**bits - 1) << width
+        found = found | (part >> shift[own][:, None] & 2**bits - 1) << width
         width += bits
     if form.width == FLOAT8:
         weight = found.view(torch.float8_e4m3fn).float()
