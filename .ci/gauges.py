@@ -29,7 +29,7 @@ FEATURE: dict[str, float] = {"lines": 200}
 # weights; what each family of GGUF files leaves out; a model of transformers, its check and its
 # fast modules; grammars of all kinds; layers and their trial
 LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 2690}, "gguf_families": {"lines": 465},
+    "quantized": {"lines": 2699}, "gguf_families": {"lines": 465},
     "transformers_models": {"lines": 748}, "structured_outputs": {"lines": 290},
     "own_layers": {"lines": 236}}
 

@@ -26,7 +26,7 @@ FEW = 4
 # how many vectors of outputs are multiplied at once with one row; with more rows, two are, or four
 # if numbers are not expanded
 COLUMNS = 4
-# Few rows take little time, so their weight is prefetched this many words before it is needed.
+# few rows take little time, so the weight is prefetched this many words before it is needed
 SOON = 2**11
 # for 16 outputs, of each of two halves: scales, and the numbers that are added
 SCALES = 2 * 2 * LANES
@@ -204,6 +204,7 @@ def find_upper(first, v, group, block_size, width):
     a byte. first: the word where the numbers of a group begin; v: the first input in the group"""
     lower, upper = LOWER[width], UPPER[width]
     words = group * lower // 32 + v * upper // 32
+    # four inputs take `upper` bits of each byte
     return first + words * block_size, v * upper // 4 % 8
 
 

@@ -21,7 +21,7 @@ HAS_TABLES = has("avx512bw")
 LOWER = (0, 0, 0, 0, 4, 4, 4, 8, 8, 8) if HAS_TABLES else (0, 0, 0, 0, 4, 8, 8, 8, 8, 8)
 UPPER = (0, 0, 0, 0, 0, 1, 2, 0, 0, 0) if HAS_TABLES else (0,) * 10
 # the arguments of `placing`
-ARGUMENTS = "void(uint8[:, ::1], uint16[::1], uint8[:, :, :], int64)"
+ARGUMENTS = "void(uint8[:, ::1], uint16[::1], uint8[:, :, :], int64, uint8, uint8)"
 
 
 def block_of(dtype: torch.dtype, by_sums: bool) -> int:
@@ -45,7 +45,8 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
     else:
         x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
         x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
-    # blocks, groups, words of a row, halves of a word, vectors of a block, lanes
+    # blocks, groups, words of a row, halves of a word, vectors of a block, lanes. A word has 8
+    # numbers of 4 bits, or 4 bytes; here, numbers of 5 and 6 bits count as bytes
     x = x.unflatten(2, (-1, (8 if width == 4 else 4) // per_word))
     are_vectors = width == FLOAT8 or (by_sums and width == 8)
     return x.permute((0, 1, 2, 5, 4, 3, 6) if are_vectors else (0, 1, 2, 5, 6, 4, 3)).flatten(2)
@@ -65,8 +66,9 @@ def orders_of(group: int, width: int, dtype: torch.dtype,
     """Returns the parts that numbers consist of, the lower one first: how many bits each has, and
     the order in which they are stored.
 
-    Without a second part, it is that of `order_of`. With one, a vector of parts has those of some
-    vectors of bytes: in each byte, of one byte of each vector.
+    If there is one part, the order is that of `order_of`. If there are two, `order_of` gives
+    vectors of 64 bytes, with a number in each. A stored vector has the parts of 8 / bits such
+    vectors: byte i has those of byte i of each, the first vector's in its lowest bits.
     """
     order = order_of(group, width, dtype, by_sums)
     if not UPPER[width]:
@@ -76,13 +78,19 @@ def orders_of(group: int, width: int, dtype: torch.dtype,
             for bits in (LOWER[width], UPPER[width])]
 
 
-def place(numbers: Tensor, order: Tensor, records: Tensor, group: int) -> None:
-    """Stores the lower bits of numbers in records, in an order: as many as have a place.
+def place(numbers: Tensor, order: Tensor, records: Tensor, group: int, added: int,
+          below: int) -> None:
+    """Stores some bits of numbers in records, in an order. The size of a record says how many bits.
 
-    numbers: (outputs, inputs) uint8; records: (blocks, groups, bytes), is written
+    numbers: (outputs, inputs), of 8 bits; records: (blocks, groups, bytes), is written
     order: of one record, see `orders_of`; if numbers share a byte, the first one is lowest
+    added: is added to all numbers. The sum has the right bits for numbers with a sign, too.
+    below: how many lower bits of the sums are left out
     """
-    placing()(numbers.contiguous().numpy(), order.to(torch.uint16).numpy(), records.numpy(), group)
+    assert numbers.element_size() == 1
+    numbers = numbers.contiguous().view(torch.uint8)
+    placing()(numbers.numpy(), order.to(torch.uint16).numpy(), records.numpy(), group, added % 256,
+              below)
 
 
 @functools.cache
@@ -92,7 +100,7 @@ def placing() -> Callable[..., None]:
     A group of a block's outputs is copied to a tile, which stays in the L1 cache. There, numbers
     are taken in order.
     """
-    def run(numbers: Any, order: Any, records: Any, group: int) -> None:
+    def run(numbers: Any, order: Any, records: Any, group: int, added: int, below: int) -> None:
         outputs, inputs = numbers.shape
         blocks, groups, size = records.shape
         block = len(order) // group
@@ -107,7 +115,7 @@ def placing() -> Callable[..., None]:
                 for o in range(min(block, outputs - b * block)):
                     row, to = numbers[b * block + o, g * group:], tile[o * group:]
                     for i in range(count):
-                        to[i] = row[i] & mask
+                        to[i] = np.uint8(row[i] + added) >> below & mask
                 record = records[b, g]
                 # numba would count places from the end if they could be negative
                 for i in range(size):

@@ -6,8 +6,9 @@
         scales of 256 inputs, in float16, where the scales of groups are multiplied by them
         each group of inputs: a record
             scales      of each output; then lows and zeros, where there are any
-            numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each; of
-                        numbers of 5 or 6 bits, first the 4 lower bits, then the upper bits
+            numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each. With
+                        AVX-512, numbers of 5 or 6 bits are in two places: first the 4 lower bits
+                        of all numbers, then their upper bits
 
     weight = (number - zero) * scale + low          or table[number] * scale
 """
@@ -43,12 +44,13 @@ ANY = 2**40
 class Form(NamedTuple):
     """The first numbers of a header.
 
+    bits: 4 or 8, those of a number before it is packed; the middle is half of their range.
     group, record, head: inputs of a group, bytes of its record, and bytes before its numbers.
     storage: how scales are stored; zero: the zero of all groups, unless they have_zeros.
     nested: how many groups a super-block has; 0: there are no super-blocks.
     begin, size: bytes of a block before the first record, and in all.
     block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
-    width: the bits of a stored number: 4, 5, 6 or 8; FLOAT8.
+    width: the bits that a stored number needs: 4, 5, 6 or 8; FLOAT8. See LOWER in order.py.
     has_table: whether numbers are only indices into a table.
     """
 
@@ -137,14 +139,17 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     width = FLOAT8 if has_floats else weight.bits
     # the one zero of all groups can be moved, where something is added to weights anyway
     can_move = HAS_TABLES and isinstance(zero, int) and by_sums == (lows is not None)
-    moved = 0
-    for few in [] if width != 8 else [6, 5] if HAS_TABLES else [6]:
+    widths, moved = (6, 5) if HAS_TABLES else (6,), 0
+    for few in widths if width == 8 else ():
         first = middle - 2 ** (few - 1) if by_sums else 0
         move = first - least if can_move else 0
-        if first <= least + move <= most + move < first + 2**few and group * UPPER[few] % 32 == 0:
+        fits = first <= least + move <= most + move < first + 2**few
+        # the zero times a scale of 18 bits must be exact
+        fits &= by_sums or not move or abs(int(zero) + move) <= 64
+        # the upper bits of an output's group fill whole words
+        if fits and group * UPPER[few] % 32 == 0:
             width, moved = few, move
-    if moved:
-        added, zero = added + moved, zero + moved
+    added, zero = added + moved, zero + moved
     # expanding.py adds either lows or zeros; to numbers of 8 bits, a difference
     if lows is not None and not by_sums and (zero != 0 or width == 8 and (
             weight.above or not is_exact(lows.double() - 256 * scales.double()))):
@@ -170,12 +175,11 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
         written[:, :begin] = torch.cat(above, 2).flatten(1)
     records = written[:, begin:].unflatten(1, (groups, record))
     records[:, :, :head] = torch.cat(heads, 2)
-    # the sum has the right bits for numbers with a sign, too
-    numbers = weight.numbers.view(torch.uint8) + (added + (middle if by_sums else 0)) % 256
+    added += middle if by_sums else 0
     below = 0
     for bits, order in orders_of(group, width, dtype, by_sums):
         end = head + block * group * bits // 8
-        place(numbers >> below if below else numbers, order, records[:, :, head:end], group)
+        place(weight.numbers, order, records[:, :, head:end], group, added, below)
         head, below = end, below + bits
     return packed
 
@@ -222,9 +226,9 @@ def blocks_of(packed: Tensor) -> int:
 
 @functools.cache
 def places(form: Form, dtype: torch.dtype) -> list[tuple[int, Tensor, Tensor]]:
-    """Returns where the number of an output and an input of a group is: for its lower bits, and its
-    upper bits if there are any, how many there are; their byte in a record, and the first one's
-    place there, (outputs of a block, inputs) each."""
+    """Returns where the parts of a group's numbers are: see `orders_of`. Of each part: how many
+    bits it has, its byte in a record, and its first bit in that byte; the last two are (outputs of
+    a block, inputs)."""
     found, begin = [], form.head
     for bits, order in orders_of(form.group, form.width, dtype, bool(form.by_sums)):
         first = bits * order.argsort().view(form.block, -1)
@@ -260,9 +264,9 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
         table = packed[TABLE:8 * HEADER].view(dtype if form.by_sums else torch.float32)
         weight = table[found.int()].float()
     else:
-        # with sums, numbers minus the middle are stored
-        half = 2 ** (width - 1) if form.by_sums else 0
-        weight = (found ^ half).float() + ((2 ** (form.bits - 1) - half) * form.by_sums - form.zero)
+        # with sums, numbers minus the middle are stored, with a sign
+        half, middle = (2 ** (width - 1), 2 ** (form.bits - 1)) if form.by_sums else (0, 0)
+        weight = (found ^ half).float() + (middle - half - form.zero)
     scales = find(records, 0, size, kind)
     lows = find(records, size * block, size, kind) if form.has_lows else None
     if form.nested:

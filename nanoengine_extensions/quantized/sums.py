@@ -99,6 +99,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
     across = COLUMNS if count == 1 or width < 8 else 2
     table = table_of(part)
     for n in range(size_of_row // step):
+        first = (begin + n * record + head) // 4
         open_sums(part, number, n, has_shift, scales)
         for c in range(0, BLOCK, across * LANES):
             # registers: all places are constants
@@ -107,7 +108,7 @@ def add_groups_by_sums(part, number, rows, line, size_of_row, units, sums, width
             for i in range(0, across * count * LANES, LANES):
                 store(space, i, fill(np.float32(0)))
             for v in range(0, group, 32 // LOWER[width]):
-                here, first = rows[n * step + v // per_word:], (begin + n * record + head) // 4
+                here = rows[n * step + v // per_word:]
                 packed = first + v * LOWER[width] // 32 * BLOCK + c
                 upper, shift = find_upper(first, v, group, BLOCK, width)
                 for i in range(0, across * LANES, LANES):
@@ -136,7 +137,8 @@ def add_count_by_sums(part, number, rows, line, size_of_row, units, sums, per_wo
 
 @inlined()
 def store_group(words, first, lines, to, group, table, width, per_word):
-    """Stores the numbers of a group of a block. first, to: where the first of them is, and goes"""
+    """Stores the numbers of a group of a block. first: the word where they begin; to: where the
+    first one is stored"""
     for v in range(0, group, 32 // LOWER[width]):
         packed, here = first + v * LOWER[width] // 32 * BLOCK, to + v // per_word * BLOCK
         upper, shift = find_upper(first, v, group, BLOCK, width)
@@ -157,16 +159,17 @@ def expand_by_sums(part, number, first, depth, lines, scales, per_word):
     for n in range(first // step, (first + depth) // step):
         own = scales[(n - first // step) * OPEN:]
         open_sums(part, number, n, has_shift, own)
-        numbers, to = (begin + n * record + head) // 4, (n * step - first) * BLOCK
+        place, to = (begin + n * record + head) // 4, (n * step - first) * BLOCK
         if width == 8:
-            store_group(words, numbers, lines, to, group, table, 8, per_word)
+            store_group(words, place, lines, to, group, table, 8, per_word)
         elif width == 6:
-            store_group(words, numbers, lines, to, group, table, 6, per_word)
+            store_group(words, place, lines, to, group, table, 6, per_word)
         elif HAS_TABLES and width == 5:
-            store_group(words, numbers, lines, to, group, table, 5, per_word)
+            store_group(words, place, lines, to, group, table, 5, per_word)
         else:
-            store_group(words, numbers, lines, to, group, table, 4, per_word)
-    return at + begin + (first + depth) // step * record, record // (4 * step)
+            store_group(words, place, lines, to, group, table, 4, per_word)
+    bits = LOWER[width] + UPPER[width]
+    return at + begin + (first + depth) // step * record, BLOCK * bits // 16
 
 
 @inlined()

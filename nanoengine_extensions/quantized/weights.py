@@ -1,6 +1,6 @@
 """Products with a packed weight (packed.py), whose numbers are expanded into weights on the fly.
 
-    few rows, on registers of AVX-512      16 words are expanded and multiplied at once
+    few rows, on registers of AVX-512      some words are expanded and multiplied at once
     more rows, on tiles, with AVX2         a slice is expanded into the L1 cache, and multiplied
                                            as `nanoengine_cpu/products.py` does it
 
@@ -35,17 +35,19 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
     step = group // per_word
     for n in range(first // step, (first + depth) // step):
         place = begin + n * record
+        numbers = (place + head) // 4
         above = n // max(1, nested) * 2 * block_size * (1 + has_lows)
         open_scales(data, place, above, kind, width, block_size, per_word, scales)
         for v in range(0, group, 32 // LOWER[width]):
             to = (n * step - first + v // per_word) * block_size
-            packed = (place + head) // 4 + v * LOWER[width] // 32 * block_size
-            upper, shift = find_upper((place + head) // 4, v, group, block_size, width)
+            packed = numbers + v * LOWER[width] // 32 * block_size
+            upper, shift = find_upper(numbers, v, group, block_size, width)
             for c in range(0, block_size, LANES):
                 store_weights(lines, to + c, block_size, words, packed + c, upper + c, shift, table,
                               scales[SCALES // LANES * c:], width, per_word)
     # where the next words lie, and how many of them each word in a row needs
-    return at + begin + (first + depth) // step * record, record // (4 * step)
+    bits = LOWER[width] + UPPER[width]
+    return at + begin + (first + depth) // step * record, block_size * bits // 16
 
 
 @inlined()
@@ -61,6 +63,7 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
     across = COLUMNS if count == 1 else 2
     for n in range(size_of_row // step):
         place = begin + n * record
+        numbers = (place + head) // 4
         above = n // max(1, nested) * 2 * BLOCK * (1 + has_lows)
         open_scales(data, place, above, kind, width, BLOCK, per_word, scales)
         for c in range(0, BLOCK, across * LANES):
@@ -72,8 +75,8 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
             own = scales[SCALES // LANES * c:]
             for v in range(0, group, 32 // LOWER[width]):
                 here = rows[n * step + v // per_word:]
-                packed = (place + head) // 4 + v * LOWER[width] // 32 * BLOCK + c
-                upper, shift = find_upper((place + head) // 4, v, group, BLOCK, width)
+                packed = numbers + v * LOWER[width] // 32 * BLOCK + c
+                upper, shift = find_upper(numbers, v, group, BLOCK, width)
                 for i in range(0, across * LANES, LANES):
                     prefetch(words, packed + i + SOON)
                     if UPPER[width]:

@@ -1,7 +1,8 @@
 """Turns packed words into numbers, in LLVM IR.
 
 With AVX-512, numbers of 4 bits are looked up in a table that one register holds: the weight brings
-it (packed.py). Numbers of 5 or 6 bits are looked up in tables in bfloat16, of one or two registers.
+it (packed.py). Numbers of 5 or 6 bits are put together from their two parts, then looked up in a
+table in bfloat16, of one or two registers.
 """
 
 import struct
@@ -68,8 +69,8 @@ def small_floats(builder, data, place):
 
 
 def in_bytes(builder, data, place, upper, shift, width):
-    """Two vectors of words with four numbers of 5 or 6 bits, a byte each, whose other bits are
-    arbitrary.
+    """Two vectors of words. Each word has four numbers of 5 or 6 bits, one in each byte; the other
+    bits of a byte are arbitrary.
 
     place: of the words with the lower bits; upper: of those with the upper bits
     shift: the place, in each byte there, of the upper bits of these numbers
@@ -95,7 +96,7 @@ def pairs_of(builder, words, width, has_sign, table):
     first, *others = own if width == 4 else bfloat16_table(width, has_sign)
     name = "vpermi2var" if others else "permvar"
     for shift in range(0, 16, 4 if width == 4 else 8):
-        # an index can have more bits than are read
+        # the instruction reads only the five lowest bits of an index, or six with two registers
         index = builder.lshr(builder.bitcast(words, PAIRS), ir.Constant(PAIRS, [shift] * 32))
         found = call(builder, f"llvm.x86.avx512.{name}.hi.512", PAIRS, first, index, *others)
         yield builder.bitcast(found, WORDS)
@@ -150,17 +151,16 @@ def whole_numbers(builder, data, place, upper, shift, table, width, per_word):
     """
     if width == 8:
         return in_words(builder, bytes_of(builder, data, place), per_word, in_turn)
-    words = load_words(builder, data, place)
-    vectors = [words]
+    vectors = [load_words(builder, data, place)]
     if UPPER[width]:
         vectors = [*in_bytes(builder, data, place, upper, shift, width)]
     if HAS_TABLES and per_word == 2:
         return [builder.bitcast(pairs, FLOATS) for each in vectors
                 for pairs in pairs_of(builder, each, width, True, table)]
-    if HAS_TABLES and width == 4:
-        return [*looked_up(builder, words, table)]
-    if HAS_TABLES:
+    if UPPER[width]:
         return [number for each in vectors
                 for number in opened_pairs(builder, each, width, True, table)]
-    numbers = floats_of(builder, words, LOWER[width], True)
+    if HAS_TABLES:
+        return [*looked_up(builder, *vectors, table)]
+    numbers = floats_of(builder, *vectors, LOWER[width], True)
     return in_words(builder, numbers, per_word, joined)

@@ -1120,8 +1120,9 @@ def test_the_memory_of_a_model(bundled, quantization, bits):
 def test_the_memory_of_a_gguf():
     with LLM(REAL, **BFLOAT16) as llm:
         stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(REAL).tensors)
-        # numbers of 6 bits take 8
-        assert num_bytes(llm.engine.runner.model) < 1.25 * stored
+        # without AVX-512, numbers of 6 bits take 8
+        most = 1.1 if order.HAS_TABLES else 1.25
+        assert num_bytes(llm.engine.runner.model) < most * stored
 
 
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])

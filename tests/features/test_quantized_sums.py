@@ -193,6 +193,22 @@ def test_weights_of_5_or_6_bits(least, most, group, zero, width):
             assert torch.equal(found, wanted), count
 
 
+@pytest.mark.parametrize("least, width", [(-32, 6), (-64, 6), (-65, 8), (-127, 8)])
+def test_a_zero_that_is_moved_stays_small(least, width):
+    """With scales of 18 bits, products with a larger zero would be rounded."""
+    weight = draw(70, 256, *PACKED["Q6_K"])
+    numbers = torch.randint(least, least + 32, (70, 256), dtype=torch.int8)
+    numbers[3, 5] = least
+    weight = weight._replace(numbers=numbers)
+    form = packed.form_of(packed.pack(weight, torch.float32))
+    assert form.width == (width if order.HAS_TABLES else 8)
+    linears = [linear_of([weight], torch.float32, 1, None, kind)
+               for kind in (QuantizedLinear, PackedLinear)]
+    for count in (1, 4, 9):
+        x = torch.randn(count, 256)
+        assert torch.equal(*[run(linear, x) for linear in linears])
+
+
 def test_inputs_that_fill_no_vector():
     for bits in (4, 8):
         for inputs in (96, 100):
