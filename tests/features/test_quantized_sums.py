@@ -201,7 +201,7 @@ def test_a_zero_that_is_moved_stays_small(least, width):
     numbers[3, 5] = least
     weight = weight._replace(numbers=numbers)
     form = packed.form_of(packed.pack(weight, torch.float32))
-    assert form.width == (width if order.HAS_TABLES else 8)
+    assert form.width == width if order.HAS_TABLES else form.width in (6, 8)
     linears = [linear_of([weight], torch.float32, 1, None, kind)
                for kind in (QuantizedLinear, PackedLinear)]
     for count in (1, 4, 9):
