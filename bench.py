@@ -15,7 +15,7 @@ copy, or the products were computed at the rate of a large one, whichever takes 
 are measured. For an engine in another environment, --python gives the command that starts this
 script there: `--python "vllm=env NAME=VALUE … python"` also sets variables.
 
-Policies, simulations and pictures are in lab/.
+Policies, simulations and pictures are in nanoengine_extras/tools/lab/.
 """
 
 import functools
@@ -40,9 +40,9 @@ import psutil
 import torch
 import transformers
 
-from lab.figures import Figures, Runs, figures_of, report, medians_of
-from lab.limits import matrix_rate, seconds_of, step_limit
-from lab.options import Parser, Workload, command, new_engine
+from nanoengine_extras.tools.lab.figures import Figures, Runs, figures_of, report, medians_of
+from nanoengine_extras.tools.lab.limits import matrix_rate, seconds_of, step_limit
+from nanoengine_extras.tools.lab.options import Parser, Workload, command, new_engine
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import load_config, load_tokenizer
 from nanoengine.model_runner import choose_dtype

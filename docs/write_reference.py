@@ -26,16 +26,16 @@ from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.features import extension  # noqa: E402
 from nanoengine.policies import POLICIES  # noqa: E402
 from nanoengine.requests import CompletionOutput, RequestOutput  # noqa: E402
-from nanoengine_extensions.beam_search import BeamSearchParams, BeamSearchSequence  # noqa: E402
-from nanoengine_extensions.chat import render  # noqa: E402
-from nanoengine_extensions.metrics import Metrics, RequestMetrics  # noqa: E402
-from nanoengine_extensions.scores import Score, score  # noqa: E402
+from nanoengine_extras.sampling.beam_search import BeamSearchParams, BeamSearchSequence  # noqa: E402
+from nanoengine_extras.tools.chat import render  # noqa: E402
+from nanoengine_extras.running.metrics import Metrics, RequestMetrics  # noqa: E402
+from nanoengine_extras.tools.scores import Score, score  # noqa: E402
 
 FILE = ROOT / "docs" / "reference.md"
 # the engine's own options of which a feature adds values
-MORE_VALUES = {"load_format": "dummy", "attention_backend": "backends",
-               "model_impl": "transformers_models"} | dict.fromkeys(
-    POLICIES, "policies")
+MORE_VALUES = {"load_format": "models.dummy", "attention_backend": "running.backends",
+               "model_impl": "models.transformers_models"} | dict.fromkeys(
+    POLICIES, "running.policies")
 
 
 # ------------------------------------------------------------------------------ docstrings
@@ -93,9 +93,9 @@ def link_to(feature: str) -> str:
     """A link to the file, or to the folder, of a feature; nothing for the engine."""
     if not feature:
         return ""
-    path = ROOT / "nanoengine_extensions" / feature
-    name = feature if path.is_dir() else f"{feature}.py"
-    return f"[{name}](../nanoengine_extensions/{name})"
+    path = feature.replace(".", "/")
+    path += "" if (ROOT / "nanoengine_extras" / path).is_dir() else ".py"
+    return f"[{Path(path).name}](../nanoengine_extras/{path})"
 
 
 def shown(value: Any) -> str:
@@ -149,7 +149,7 @@ def calls() -> str:
     for name, method in vars(LLM).items():
         if name.startswith("_") or not inspect.isfunction(method):
             continue
-        found = re.search(r'return extension\("(\w+)"\)', inspect.getsource(method))
+        found = re.search(r'return extension\("([\w.]+)"\)', inspect.getsource(method))
         feature = found[1] if found else ""
         function = getattr(extension(feature), name, method) if feature else method
         names = [f"`{each}`" for each in [*inspect.signature(function).parameters][1:]]

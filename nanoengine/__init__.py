@@ -45,5 +45,5 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 def __getattr__(name: str) -> type:
     """`from nanoengine import BeamSearchParams` finds this class in the extensions."""
     if name in ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"):
-        return getattr(extension("beam_search"), name)
+        return getattr(extension("sampling.beam_search"), name)
     raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""`python -m nanoengine "a prompt"`: see nanoengine_extensions/terminal.py."""
+"""`python -m nanoengine "a prompt"`: see nanoengine_extras/tools/terminal.py."""
 
 from nanoengine.features import extension
 
 if __name__ == "__main__":
-    extension("terminal", "python -m nanoengine").main()
+    extension("tools.terminal", "python -m nanoengine").main()

@@ -89,7 +89,7 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
 
 
 def has_numba(device: str, dtype: torch.dtype) -> bool:
-    """Whether nanoengine_cpu can replace the model's attention with its kernel."""
+    """Whether nanoengine_extras.cpu can replace the model's attention with its kernel."""
     return device == "cpu" and dtype != torch.half and bool(kernels(device).empty_cache)
 
 
@@ -98,7 +98,7 @@ class Backend:
     """A way to compute attention, and its requirements.
 
     attend: the function that the model calls: see `gather_attention`. None:
-        `nanoengine_cpu.optimize` has replaced the model's attention with a kernel that also
+        `nanoengine_extras.cpu.optimize` has replaced the model's attention with a kernel that also
         computes norms and rotation, and writes the cache.
     works: whether it works on a device ("cpu" or "cuda") with a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
@@ -114,7 +114,7 @@ class Backend:
 
 
 # You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS.
-# nanoengine_extensions/backends.py adds two for a GPU, "triton" and "varlen".
+# nanoengine_extras/running/backends.py adds two for a GPU, "triton" and "varlen".
 BACKENDS = {
     "flash-attn": Backend(
         flash_attention, has_flash_attn, rank=4, block_multiple=256, has_graphs=True),
@@ -127,9 +127,9 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here.
     """
-    if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("backends")):
+    if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("running.backends")):
         # adds rows to the table
-        extension("backends", f"attention_backend={name!r}")
+        extension("running.backends", f"attention_backend={name!r}")
     if name not in BACKENDS or not BACKENDS[name].works(device, dtype):
         usable = [key for key, each in BACKENDS.items() if each.works(device, dtype)]
         if name != "auto":

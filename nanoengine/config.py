@@ -89,7 +89,7 @@ class EngineConfig:
     cpu_offload_gb: GiB of weights, in whole layers, that stay in host memory and cross to the GPU
         in each step. With several GPUs, each offloads that much. On a CPU it must be 0.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
-    trace: keep a record of each step in `LLM.trace`: see nanoengine_extensions/metrics.py.
+    trace: keep a record of each step in `LLM.trace`: see nanoengine_extras/running/metrics.py.
     features: your own features, instances of subclasses of `Feature`: see observers.py.
     """
 
@@ -97,10 +97,10 @@ class EngineConfig:
     _: KW_ONLY
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
-    revision: str | None = of("hub", None)
-    download_dir: str | None = of("hub", None)
+    revision: str | None = of("models.hub", None)
+    download_dir: str | None = of("models.hub", None)
     dtype: str = "auto"
-    quantization: str | None = of("quantized", None)
+    quantization: str | None = of("models.quantized", None)
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"
@@ -110,23 +110,23 @@ class EngineConfig:
     max_num_batched_tokens: int = BY_DEVICE
     block_size: int = BY_DEVICE
     num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = of("memory", 0.9)
+    gpu_memory_utilization: float = of("running.memory", 0.9)
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     attention_backend: str = "auto"
     kernels: bool = True
     run_ahead: bool = BY_DEVICE
-    batch_invariant: bool = of("guards", False)
+    batch_invariant: bool = of("running.guards", False)
     scheduling: Policy = BY_DEVICE
     scheduling_policy: Policy = "fcfs"
     preemption_victim: Policy = "youngest"
     kv_allocation: Policy = "on-demand"
-    preemption_mode: str = of("swapping", "recompute")
-    swap_space: float = of("swapping", 4.0)
-    speculation: Policy = of("speculation", "none")
-    cpu_offload_gb: float = of("offload", 0.0)
-    tensor_parallel_size: int = of("tensor_parallel", 1)
-    trace: bool = of("metrics", False)
+    preemption_mode: str = of("running.swapping", "recompute")
+    swap_space: float = of("running.swapping", 4.0)
+    speculation: Policy = of("sampling.speculation", "none")
+    cpu_offload_gb: float = of("running.offload", 0.0)
+    tensor_parallel_size: int = of("running.tensor_parallel", 1)
+    trace: bool = of("running.metrics", False)
     features: list = field(default_factory=list)
 
     def __post_init__(self) -> None:

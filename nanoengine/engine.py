@@ -55,7 +55,7 @@ class Engine:
         self.features = features
         self.scheduler = Scheduler(make_block_manager(config, runner), config)
         if config.speculation != "none":
-            self.launcher = guesser = extension("speculation").Speculation(config, runner, features)
+            self.launcher = guesser = extension("sampling.speculation").Speculation(config, runner, features)
             # steps whose tokens are already known come first
             self.scheduler.fill = guesser.around(self.scheduler.fill)
         # a policy can also be an observer; no class of a user has this name
@@ -151,5 +151,5 @@ def make_block_manager(config: EngineConfig, runner: ModelRunner) -> BlockManage
              lambda seq: min(policy(seq, longest), longest))
     if config.preemption_mode == "recompute":
         return BlockManager(*sizes)
-    return extension("swapping").SwappingBlockManager(
+    return extension("running.swapping").SwappingBlockManager(
         *sizes, num_host_blocks=len(runner.host_blocks))

@@ -1,5 +1,5 @@
-"""Optional features, and the checks of user input. Each feature is a file in nanoengine_extensions,
-and can be deleted on its own.
+"""Optional features, and the checks of user input. Each feature is a file in nanoengine_extras,
+in one of four folders ("running.swapping"), and can be deleted on its own.
 
 A feature plugs into the engine in one of four ways:
 
@@ -13,7 +13,7 @@ A feature plugs into the engine in one of four ways:
 `extension` imports a feature by its name, when it is asked for.
 
 The engine itself refuses input that would hang it, silently give wrong results, or fail in the
-middle of a step. nanoengine_extensions/strict.py, if installed, also checks the types of all
+middle of a step. nanoengine_extras/running/strict.py, if installed, also checks the types of all
 options.
 """
 
@@ -30,11 +30,13 @@ logger = logging.getLogger("nanoengine")
 # the name of a field, whether the options can be used, and what is accepted
 Condition = tuple[str, Callable[[Any], bool], str]
 # the file of each observer, and its class, in the order in which they are called
-OBSERVERS = {"metrics": "Metrics", "texts": "Texts", "guards": "Guards", "threads": "Threads",
-             "logprobs": "Logprobs", "beam_search": "Beams", "constraints": "Constraints",
-             "structured_outputs": "Grammars", "logits_processors": "Processors"}
+OBSERVERS = {"running.metrics": "Metrics", "sampling.texts": "Texts", "running.guards": "Guards",
+             "running.threads": "Threads", "sampling.logprobs": "Logprobs",
+             "sampling.beam_search": "Beams", "sampling.constraints": "Constraints",
+             "sampling.structured_outputs": "Grammars",
+             "sampling.logits_processors": "Processors"}
 # the features that every engine has, if they are installed
-ALWAYS = ("metrics", "texts", "guards", "threads")
+ALWAYS = ("running.metrics", "sampling.texts", "running.guards", "running.threads")
 
 
 # ------------------------------------------------------------------------------- finding them
@@ -54,7 +56,7 @@ def optional(module: str) -> ModuleType | None:
 
 def is_installed(name: str) -> bool:
     """Whether a feature and its packages are installed; tries to import it."""
-    return bool(optional(f"nanoengine_extensions.{name}"))
+    return bool(optional(f"nanoengine_extras.{name}"))
 
 
 def extension(name: str, asked: str = "") -> ModuleType:
@@ -62,9 +64,10 @@ def extension(name: str, asked: str = "") -> ModuleType:
 
     asked: the option or the call that needs it, for the message.
     """
-    if module := optional(f"nanoengine_extensions.{name}"):
+    if module := optional(f"nanoengine_extras.{name}"):
         return module
-    raise ValueError(f"{asked or name} needs nanoengine_extensions/{name}.py and its packages")
+    path = name.replace(".", "/")
+    raise ValueError(f"{asked or name} needs nanoengine_extras/{path}.py and its packages")
 
 
 # ------------------------------------------------------------------------------ their options
@@ -104,15 +107,15 @@ def naming(what: object) -> Iterator[None]:
         yield
     except Exception as error:
         message = str(error) or repr(error)
-        if is_installed("strict"):
-            message = extension("strict").message_of(error, message)
+        if is_installed("running.strict"):
+            message = extension("running.strict").message_of(error, message)
         raise ValueError(f"{what}: {message}") from error
 
 
 def strict(kind: type) -> type:
     """Decorates a dataclass of options: strict.py, if installed, checks their names and types."""
-    if is_installed("strict"):
-        return extension("strict").checked_options(kind)
+    if is_installed("running.strict"):
+        return extension("running.strict").checked_options(kind)
     return kind
 
 

@@ -64,7 +64,7 @@ class LLM(AbstractContextManager):
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner = ModelRunner
         if config.tensor_parallel_size > 1:
-            make_runner = extension("tensor_parallel").TensorParallelRunner
+            make_runner = extension("running.tensor_parallel").TensorParallelRunner
         # errors such as a size of 0 in config.json, or a model too large for the memory
         with naming(f"{config.model} cannot be run with these options"):
             runner = make_runner(config, self.model_config, folder, features)
@@ -99,9 +99,9 @@ class LLM(AbstractContextManager):
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         kind: Callable = tqdm
-        if is_installed("metrics"):
+        if is_installed("running.metrics"):
             # this bar shows the tokens per second over all calls
-            kind = extension("metrics").bar(self.engine, use_tqdm)
+            kind = extension("running.metrics").bar(self.engine, use_tqdm)
         bar = kind(total=len(requests), desc="Generating", disable=not use_tqdm)
         with bar, closing(self.steps_for(requests)) as steps:
             for updated in steps:
@@ -122,22 +122,22 @@ class LLM(AbstractContextManager):
 
     def chat(self, *args: object, **kwargs: object) -> list[RequestOutput]:
         """Answers conversations: chat(messages, sampling_params=None, use_tqdm=True, *,
-        priority=None, …). `help("nanoengine_extensions.chat.render")` has the other options."""
-        return extension("chat").chat(self, *args, **kwargs)
+        priority=None, …). `help("nanoengine_extras.tools.chat.render")` has the other options."""
+        return extension("tools.chat").chat(self, *args, **kwargs)
 
     def stream_chat(self, *args: object, **kwargs: object) -> Iterator[RequestOutput]:
         """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
-        return extension("chat").stream_chat(self, *args, **kwargs)
+        return extension("tools.chat").stream_chat(self, *args, **kwargs)
 
     def beam_search(self, *args: object, **kwargs: object) -> list:
         """Returns the best completions of each prompt: beam_search(prompts, params, priority=None).
-        `help("nanoengine_extensions.beam_search.BeamSearchParams")` has the details."""
-        return extension("beam_search").beam_search(self, *args, **kwargs)
+        `help("nanoengine_extras.sampling.beam_search.BeamSearchParams")` has the details."""
+        return extension("sampling.beam_search").beam_search(self, *args, **kwargs)
 
     def score(self, *args: object, **kwargs: object) -> list:
         """Returns how likely texts are as continuations: score(prompts, continuations,
-        use_tqdm=True). `help("nanoengine_extensions.scores.score")` has the details."""
-        return extension("scores").score(self, *args, **kwargs)
+        use_tqdm=True). `help("nanoengine_extras.tools.scores.score")` has the details."""
+        return extension("tools.scores").score(self, *args, **kwargs)
 
     # ------------------------------------------------------------------------------ steps
 
@@ -278,11 +278,11 @@ class LLM(AbstractContextManager):
 
     def metrics(self) -> dict[str, Any]:
         """Returns current gauges, and counters since the start:
-        `help("nanoengine_extensions.metrics.Metrics.gauges")` names them."""
-        return extension("metrics").metrics_of(self.engine).gauges()
+        `help("nanoengine_extras.running.metrics.Metrics.gauges")` names them."""
+        return extension("running.metrics").metrics_of(self.engine).gauges()
 
     # with trace=True: a record of each step
-    trace = property(lambda self: extension("metrics").metrics_of(self.engine).trace)
+    trace = property(lambda self: extension("running.metrics").metrics_of(self.engine).trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that `sampling_params=None` stands for: see

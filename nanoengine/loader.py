@@ -33,10 +33,10 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*"))]
     if any(file.suffix.lower() == ".gguf" for file in files):
-        return extension("quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
+        return extension("models.quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
     if folder.is_dir():
         return folder
-    hub = extension("hub", f"{name}={str(model)!r}, which is not a folder,")
+    hub = extension("models.hub", f"{name}={str(model)!r}, which is not a folder,")
     return hub.download(str(model), folder, config, name)
 
 
@@ -48,14 +48,14 @@ def load_config(folder: Path, load_format: str = "dummy",
     model_impl: "native": a family of model.py; "transformers": any model, in transformers' code;
         "auto": "native" if model.py has the architecture, else "transformers".
     """
-    if is_installed("explain"):
-        extension("explain").check_folder(folder, load_format, model_impl)
+    if is_installed("models.explain"):
+        extension("models.explain").check_folder(folder, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # not the architecture: EXAONE's config.json may name Llama's
         known = config.model_type in FAMILIES
         if model_impl == "transformers" or model_impl == "auto" and not known:
-            return extension("transformers_models", str(config.architectures)).describe(config)
+            return extension("models.transformers_models", str(config.architectures)).describe(config)
         if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)
@@ -141,8 +141,8 @@ def load_eos(folder: Path, config: PretrainedConfig,
 
 def place_on(model: nn.Module, device: str) -> None:
     """Allocates memory for the weights of a model, or of a part of one."""
-    if is_installed("strict"):
-        extension("strict").check_memory(model.parameters(), device)
+    if is_installed("running.strict"):
+        extension("running.strict").check_memory(model.parameters(), device)
     model.to_empty(device=device)
 
 
@@ -192,7 +192,7 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
         model = Decoder(config).to(dtype).requires_grad_(False)
     place(model, device)
     if load_format == "dummy":
-        extension("dummy").fill(model, config, device)
+        extension("models.dummy").fill(model, config, device)
         return model
     # each tensor of the checkpoint goes to its part of a parameter, until all are filled
     missing = checkpoint_tensors(model)

@@ -73,8 +73,8 @@ class Decoder(nn.Module):
             layer.self_attn.cache = cache
             layer.self_attn.backend = backend
 
-    # nanoengine_cpu.optimize replaces this forward with one that runs many layers in one call.
-    # nanoengine_gpu.optimize replaces it, too: each residual sum is fused into the norm that
+    # nanoengine_extras.cpu.optimize replaces this forward with one that runs many layers in one call.
+    # nanoengine_extras.gpu.optimize replaces it, too: each residual sum is fused into the norm that
     # follows it
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """Computes the T tokens of the step, and writes their K and V to the cache.
@@ -99,7 +99,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    # nanoengine_gpu.optimize replaces this forward, together with that of the decoder
+    # nanoengine_extras.gpu.optimize replaces this forward, together with that of the decoder
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -130,8 +130,8 @@ class Attention(nn.Module):
         self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
-    # nanoengine_cpu.optimize replaces this forward: one kernel norms the heads, rotates them,
-    # writes K and V, and computes attention. nanoengine_gpu.optimize replaces it, too: its kernel
+    # nanoengine_extras.cpu.optimize replaces this forward: one kernel norms the heads, rotates them,
+    # writes K and V, and computes attention. nanoengine_extras.gpu.optimize replaces it, too: its kernel
     # does all of this except attention
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
@@ -166,13 +166,13 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, gate_up, bias)
         self.down_proj = nn.Linear(inner, config.hidden_size, bias)
 
-    # nanoengine_cpu.optimize replaces this forward: SwiGLU is fused into the first product.
-    # nanoengine_gpu.optimize replaces it, too: SwiGLU becomes one kernel
+    # nanoengine_extras.cpu.optimize replaces this forward: SwiGLU is fused into the first product.
+    # nanoengine_extras.gpu.optimize replaces it, too: SwiGLU becomes one kernel
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
-# nanoengine_cpu.optimize packs the weights of this and of every other nn.Linear, and replaces the
+# nanoengine_extras.cpu.optimize packs the weights of this and of every other nn.Linear, and replaces the
 # forward
 class FusedLinear(nn.Linear):
     """Several projections of one input as one product. parts: how many rows of the weight belong to
@@ -184,7 +184,7 @@ class FusedLinear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    # nanoengine_gpu.optimize replaces this forward with one kernel
+    # nanoengine_extras.gpu.optimize replaces this forward with one kernel
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 

@@ -60,7 +60,7 @@ class ModelRunner:
         self.graphs = CudaGraphs(config.max_num_seqs)
         num_rows = config.max_num_seqs
         if config.speculation != "none":
-            num_rows += extension("speculation").num_more_rows(config)
+            num_rows += extension("sampling.speculation").num_more_rows(config)
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         # 1. the model
@@ -86,18 +86,18 @@ class ModelRunner:
         # 3. its memory, and the graphs that use it
         self.allocate(self.num_kv_blocks)
         if config.preemption_mode == "swap":
-            self.host_blocks = extension("swapping").host_pool(self.blocks, config)
+            self.host_blocks = extension("running.swapping").host_pool(self.blocks, config)
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
         """Returns the model; `options` go to the loader; tensor parallelism passes some."""
         found = vars(self.model_config).get("quantization_config")
         # the second place is where ModelOpt wrote it in 2024
         if self.config.quantization or found or (folder / "hf_quant_config.json").is_file():
-            options |= extension("quantized", "its quantization").slots(self, folder)
+            options |= extension("models.quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
-            return extension("transformers_models").load(self, folder, **options)
+            return extension("models.transformers_models").load(self, folder, **options)
         gib = self.config.cpu_offload_gb
-        load = extension("offload").offloading(gib) if gib else load_model
+        load = extension("running.offload").offloading(gib) if gib else load_model
         return load(folder, self.model_config, self.dtype, self.device, self.config.load_format,
                     **options)
 
@@ -132,10 +132,10 @@ class ModelRunner:
                 self.graphs.capture(self)
 
     def measure_free_bytes(self) -> int:
-        """Returns the bytes for the KV cache: see nanoengine_extensions/memory.py; without it, 1
+        """Returns the bytes for the KV cache: see nanoengine_extras/running/memory.py; without it, 1
         GiB."""
-        if is_installed("memory"):
-            return extension("memory").free_bytes(self)
+        if is_installed("running.memory"):
+            return extension("running.memory").free_bytes(self)
         return 2**30
 
     # ----------------------------------------------------------------------------- a step

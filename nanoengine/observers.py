@@ -1,6 +1,6 @@
 """`Feature`: the methods of an optional feature, and when the engine calls them.
 
-A feature of your own works like those in nanoengine_extensions:
+A feature of your own works like those in nanoengine_extras:
 
     class Print(Feature):
         def scheduled(self, batch):

@@ -1,7 +1,7 @@
 """Policies for batching, queue order, preemption and memory. Each is a small function with a name
 in a table; you can pass your own function instead of a name.
 
-nanoengine_extensions/policies.py adds more names to these tables when a name is not found there. A
+nanoengine_extras/running/policies.py adds more names to these tables when a name is not found there. A
 policy of your own that never runs a sequence would hang the engine, so guards.py raises an error.
 """
 
@@ -59,7 +59,7 @@ def find_policy(option: str, policy: Policy) -> Callable:
     table = POLICIES[option]
     # a list, because the user's value may not be hashable
     if policy not in [*table]:
-        extension("policies", f"{option}={policy!r}")
+        extension("running.policies", f"{option}={policy!r}")
     if policy not in [*table]:
         raise rejected(option, policy, f"one of {[*table]}, or a function like these")
     found = table[policy]

@@ -5,7 +5,7 @@ it is queued. These checks need the model's vocabulary, its tokenizer or the siz
 step runs here.
 
 `Request.output` makes a `RequestOutput`. A completion gets its text once it has
-ended or, with nanoengine_extensions/texts.py, as its tokens arrive.
+ended or, with nanoengine_extras/sampling/texts.py, as its tokens arrive.
 """
 
 from copy import deepcopy
@@ -68,7 +68,7 @@ class RequestOutput:
     outputs: a `CompletionOutput` for each completion.
     finished: whether all completions have ended.
     num_cached_tokens: how many tokens of the prompt came from the prefix cache; metrics.py sets it.
-    metrics: the timings of this request, a `RequestMetrics`: see nanoengine_extensions/metrics.py.
+    metrics: the timings of this request, a `RequestMetrics`: see nanoengine_extras/running/metrics.py.
     index: which of the call's prompts it is, from 0.
     prompt_logprobs: for each token of the prompt, a dict as in `CompletionOutput.logprobs`, and
         None for the first token. None instead of the list if it was not asked for, or if the
@@ -183,8 +183,8 @@ class InputProcessor:
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             find_model(config.tokenizer or folder, config, "tokenizer"))
         self.default_params = SamplingParams()
-        if is_installed("generation_config"):
-            self.default_params = extension("generation_config").load_defaults(folder)
+        if is_installed("models.generation_config"):
+            self.default_params = extension("models.generation_config").load_defaults(folder)
         elif (folder / "generation_config.json").is_file():
             logger.warning("generation_config.json is ignored without generation_config.py")
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
@@ -205,8 +205,8 @@ class InputProcessor:
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
-        if is_installed("strict"):
-            extension("strict").check_call(prompts, params, priority, SamplingParams)
+        if is_installed("running.strict"):
+            extension("running.strict").check_call(prompts, params, priority, SamplingParams)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         count = len(prompts)
@@ -239,7 +239,7 @@ class InputProcessor:
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len
         if params.truncate_prompt_tokens is not None:
-            token_ids = extension("truncation").truncated(token_ids, params, most)
+            token_ids = extension("sampling.truncation").truncated(token_ids, params, most)
         if not 0 < len(token_ids) < most:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "
@@ -268,5 +268,5 @@ class InputProcessor:
         seqs = [seq, *seq.forks]
         for feature in self.features.values():
             feature.enter(seqs, self)
-        tokenizer = None if is_installed("texts") else self.tokenizer
+        tokenizer = None if is_installed("sampling.texts") else self.tokenizer
         return Request(text, seqs, tokenizer, place, self.features, inbox)

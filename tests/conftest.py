@@ -97,15 +97,21 @@ def pytest_sessionfinish() -> None:
 
 def is_deleted(feature: str) -> bool:
     """Whether its file is gone. One that cannot be imported is not deleted: it is broken."""
-    folder = ROOT / "nanoengine_extensions"
-    return not any((folder / file).exists() for file in (f"{feature}.py", f"{feature}/__init__.py"))
+    folder = ROOT / "nanoengine_extras"
+    path = feature.replace(".", "/")
+    return not any((folder / file).exists() for file in (f"{path}.py", f"{path}/__init__.py"))
 
 
 def deleted_feature(error: object) -> str:
     """The name of the deleted feature that an error names; empty for every other error."""
-    found = re.search(r"(?:needs nanoengine_extensions/|No module named 'nanoengine_extensions\.|"
-                      r"cannot import name ')(\w+)(?:\.py, which is not|'|\.)", str(error))
-    return found[1] if found and is_deleted(found[1]) else ""
+    found = re.search(r"(?:needs nanoengine_extras/|No module named 'nanoengine_extras\.)"
+                      r"(\w+[./]\w+)", str(error))
+    if not found:
+        found = re.search(r"cannot import name '(\w+)' from 'nanoengine_extras\.(\w+)'", str(error))
+        name = f"{found[2]}.{found[1]}" if found else ""
+    else:
+        name = found[1].replace("/", ".")
+    return name if name and is_deleted(name) else ""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -272,7 +278,7 @@ def random_prompts(lengths, vocab_size: int = 320, seed: int = 0) -> list[list[i
 
 @pytest.fixture
 def ray_job() -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts examples/ray_data.py, as a user would, with a Ray of its own.
+    """Starts docs/examples/ray_data.py, as a user would, with a Ray of its own.
 
     Ray's files are in a folder of their own. Its name is short: sockets lie in it.
     """
@@ -285,7 +291,7 @@ def ray_job() -> Iterator[Callable[..., subprocess.Popen]]:
 
     def run(*arguments: object) -> subprocess.Popen:
         job = subprocess.Popen(
-            [sys.executable, ROOT / "examples" / "ray_data.py", *map(str, arguments)],
+            [sys.executable, ROOT / "docs" / "examples" / "ray_data.py", *map(str, arguments)],
             env=environment, cwd=folder, stdout=log.open("w"), stderr=subprocess.STDOUT)
         job.log = log
         jobs.append(job)
@@ -329,7 +335,7 @@ def make_llm(tiny):
 @pytest.fixture(scope="module")
 def forked_ranks():
     """Ranks are forks of a process that has imported PyTorch. It has to come before engines."""
-    tensor_parallel = optional("nanoengine_extensions.tensor_parallel")
+    tensor_parallel = optional("nanoengine_extras.running.tensor_parallel")
     with pytest.MonkeyPatch.context() as patch:
         if tensor_parallel:
             patch.setattr(tensor_parallel, "start_process", forks.start_rank)
@@ -344,7 +350,7 @@ def generate(llm, prompts, params=GREEDY) -> list:
 
 def overtaking(base: str = "prefill-first", max_waiting: int = 0) -> object:
     """The policy of this name, for tests of all policies; if it is deleted, its base alone."""
-    policies = optional("nanoengine_extensions.policies")
+    policies = optional("nanoengine_extras.running.policies")
     return policies.overtaking(base, max_waiting) if policies else base
 
 
@@ -375,7 +381,7 @@ def check_idle(llm) -> None:
     assert manager.num_free_blocks == manager.num_blocks
     assert not getattr(manager, "host_tables", None)
     check_blocks(scheduler)
-    if is_installed("metrics"):
+    if is_installed("running.metrics"):
         metrics = llm.metrics()
         assert metrics["num_requests_waiting"] == metrics["num_requests_running"] == 0
         assert metrics["num_blocks_used"] == 0

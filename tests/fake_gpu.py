@@ -24,7 +24,7 @@ the line of nanoengine that broke it:
 - flash-attn and PyTorch's varlen kernel take only some types, shapes and strides.
 - Each thread has a current device, and an event or a kernel of Triton goes there. `gpu.use_thread`
   begins a thread of the test, with any current device.
-- The kernels of nanoengine_gpu are one launch each, and compute what PyTorch's operators would.
+- The kernels of nanoengine_extras.gpu are one launch each, and compute what PyTorch's operators would.
 
 Products, norms and attention are summed in float64. So a row has the same bits whatever rows are
 beside it, and tokens must be equal with graphs or without, alone, in a batch or in chunks.
@@ -263,7 +263,7 @@ IN_CACHE: dict[str, tuple[set[int], Callable[..., int]]] = {
     "varlen_kernel": ({1, 2}, lambda query, keys, values, starts, lengths, *_: int(lengths.sum())),
     "triton_kernel": ({1}, lambda query, cache, lengths, *_: int(lengths.sum())),
     "heads_kernel": ({5}, lambda qkv, *_: len(qkv))}
-# the tokens of a group, see nanoengine_gpu/sampling.py
+# the tokens of a group, see nanoengine_extras/gpu/sampling.py
 GROUP = 4096
 # they look up as many numbers of their first argument as they return, or write as many as they get
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -332,7 +332,7 @@ class FakeGpu:
     """While it is entered, PyTorch has this GPU. It can be entered again, with all its tensors.
 
     flash_attn: whether flash-attn is installed.
-    library: whether nanoengine_gpu is, with Triton; by default where Triton is really installed.
+    library: whether nanoengine_extras.gpu is, with Triton; by default where Triton is really installed.
     num_bytes: the size of its memory. All of it is always free.
 
     host_reads: how often the host had to wait for the device, by place and cause.
@@ -393,7 +393,7 @@ class FakeGpu:
                 found.cache_clear()
                 stack.callback(found.cache_clear)
             for (module, name), function in self.library.items():
-                if module == "nanoengine_gpu":
+                if module == "nanoengine_extras.gpu":
                     patch.setitem(importlib.import_module(module).KERNELS, name, function)
                 else:
                     patch.setattr(importlib.import_module(module), name, function)
@@ -918,7 +918,7 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, block_tables: T
     query: (T, heads, head_dim); keys, values: (blocks, block_size, kv_heads, head_dim).
     counts, lengths: how many queries, and how many keys, each sequence has.
     window: a query sees so many keys to its left, -1 for all.
-    soft_cap, sinks: as those of nanoengine_gpu.
+    soft_cap, sinks: as those of nanoengine_extras.gpu.
     """
     block_size, kv_heads = keys.shape[1:3]
     check(max(lengths) <= block_tables.shape[1] * block_size, "more keys than the table has blocks")
@@ -1059,12 +1059,12 @@ def flash_attn_module() -> types.ModuleType:
     return module
 
 
-# --------------------------------------------------------------------- kernels of nanoengine_gpu
+# --------------------------------------------------------------------- kernels of nanoengine_extras.gpu
 
 
 def find_without_library(name: str) -> Any:
     """What `optional` returns where the library is not installed."""
-    return None if name == "nanoengine_gpu" else optional(name)
+    return None if name == "nanoengine_extras.gpu" else optional(name)
 
 
 def norm_kernel(x: Tensor, weight: Tensor, eps: float,
@@ -1153,8 +1153,8 @@ def library_functions() -> dict[tuple[str, str], Any]:
 
     in_modules = dict(rms_norm=rms_norm, swiglu=swiglu, store_heads=store_heads)
     of_engine = dict(paged_attention=attend, truncate=truncate, draw=draw)
-    return ({("nanoengine_gpu.modules", name): function for name, function in in_modules.items()}
-            | {("nanoengine_gpu", name): function for name, function in of_engine.items()})
+    return ({("nanoengine_extras.gpu.modules", name): function for name, function in in_modules.items()}
+            | {("nanoengine_extras.gpu", name): function for name, function in of_engine.items()})
 
 
 # ---------------------------------------------------------------- what PyTorch has instead

@@ -80,9 +80,9 @@ RANKS = """
 import os, signal, socket, sys
 import torch._dynamo, transformers
 transformers.AutoConfig, transformers.AutoTokenizer
-from nanoengine_extensions import tensor_parallel
+from nanoengine_extras.running import tensor_parallel
 try:
-    import nanoengine_cpu
+    from nanoengine_extras import cpu as nanoengine_cpu
 except ImportError:
     pass
 link = socket.socket(fileno=int(sys.argv[1]))
@@ -152,7 +152,7 @@ def start_rank(rank: int, group: Any, lines: str = "") -> ForkedRank:
     """In place of `tensor_parallel.start_process`. lines: what the rank runs first"""
     return ForkedRank(f"""
 import torch
-from nanoengine_extensions.tensor_parallel import main
+from nanoengine_extras.running.tensor_parallel import main
 torch.set_num_threads({torch.get_num_threads()})
 {lines}
 main{group.size, rank, group.store.port}

@@ -12,7 +12,7 @@ from forks import run_in_fork
 from nanoengine import LLM, SamplingParams
 
 ROOT = Path(__file__).parent.parent
-SIBLINGS = ["nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "lab"]
+SIBLINGS = ["nanoengine_extras"]
 
 # what the siblings need besides, is not imported either
 SCRIPT = f"""
@@ -78,17 +78,17 @@ REFUSED = [
     ("LLM(model, max_model_len=-1)", "max_model_len=-1 .* at least 2, or None"),
     ("LLM(model, scheduling='static')", "scheduling='static'"),
     # options of optional features
-    ("LLM(model, preemption_mode='swap')", "='swap' needs nanoengine_extensions/swapping.py"),
-    ("LLM(model, cpu_offload_gb=1)", "cpu_offload_gb=1 needs nanoengine_extensions/offload.py"),
-    ("LLM(model, load_format='dummy')", "needs nanoengine_extensions/dummy.py"),
+    ("LLM(model, preemption_mode='swap')", "='swap' needs nanoengine_extras/running/swapping.py"),
+    ("LLM(model, cpu_offload_gb=1)", "cpu_offload_gb=1 needs nanoengine_extras/running/offload.py"),
+    ("LLM(model, load_format='dummy')", "needs nanoengine_extras/models/dummy.py"),
     ("SamplingParams(temperature=-1)", "temperature=-1"),
     ("SamplingParams(max_tokens=0)", "max_tokens=0"),
     ("SamplingParams(min_tokens=9, max_tokens=5)", "min_tokens=9"),
     ("SamplingParams(stop='abc')", "stop='abc'"),
     ("SamplingParams(stop=['abc'], detokenize=False)", "detokenize=False"),
     ("SamplingParams(n=2, temperature=0)", "got 2"),
-    ("SamplingParams(logit_bias={1: 2})", "={1: 2} needs nanoengine_extensions/constraints.py"),
-    ("SamplingParams(min_tokens=2)", "=2 needs nanoengine_extensions/constraints.py"),
+    ("SamplingParams(logit_bias={1: 2})", "={1: 2} needs nanoengine_extras/sampling/constraints.py"),
+    ("SamplingParams(min_tokens=2)", "=2 needs nanoengine_extras/sampling/constraints.py"),
     ("llm.generate([[]])", "prompts\\[0\\] has 0 tokens"),
     ("llm.generate([[5, -1]])", "prompts\\[0\\]: token id -1 is out of vocabulary"),
     ("llm.generate([[5], [10**6]])", "prompts\\[1\\]: token id 1000000 is out of vocabulary"),

@@ -18,10 +18,10 @@ from nanoengine.attention import BACKENDS, Backend, choose_backend, gather_atten
 from nanoengine.features import optional
 from nanoengine.model import Attention
 from nanoengine.step_inputs import Draws, StepInputs, StepShape, to_buffer
-from nanoengine_cpu import optimize
+from nanoengine_extras.cpu import optimize
 
 # adds rows to the table, if it is there
-optional("nanoengine_extensions.backends")
+optional("nanoengine_extras.running.backends")
 
 
 def make_layer(kv_heads, group_size, head_dim, window, norms):
@@ -201,7 +201,7 @@ def triton(monkeypatch):
     def set_library(is_there):
         library = SimpleNamespace(paged_attention=len if is_there else None)
         known = seams.kernels("cpu")
-        backends = pytest.importorskip("nanoengine_extensions.backends")
+        backends = pytest.importorskip("nanoengine_extras.running.backends")
         for module in (attention, backends):
             monkeypatch.setattr(
                 module, "kernels", lambda device: library if device == "cuda" else known)

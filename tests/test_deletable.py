@@ -1,4 +1,4 @@
-"""Each file of nanoengine_extensions can be deleted alone: all else works, and to ask for what it
+"""Each file of nanoengine_extras can be deleted alone: all else works, and to ask for what it
 did is a ValueError that names it. What is not asked for is not imported."""
 
 import importlib.util
@@ -8,39 +8,41 @@ import pytest
 from conftest import ROOT, packages_imported_by
 from forks import run_in_fork
 
-FOLDER = ROOT / "nanoengine_extensions"
+FOLDER = ROOT / "nanoengine_extras"
 # a file each, or a folder
-FILES = {path.stem: path for path in sorted(FOLDER.iterdir())
-         if path.suffix in (".py", "") and path.stem not in ("__init__", "__pycache__")}
+FILES = {f"{path.parent.name}.{path.stem}": path
+         for street in ("models", "running", "sampling", "tools")
+         for path in sorted((FOLDER / street).iterdir())
+         if path.suffix in (".py", "") and path.stem not in ("__init__", "__pycache__", "lab")}
 TESTS = ROOT / "tests" / "features"
 
 # what asks for each feature, and checks that it works
 ALL_CASES = {
-    "async_llm": "import asyncio\n"
-                 "from nanoengine_extensions.async_llm import AsyncLLM\n"
+    "tools.async_llm": "import asyncio\n"
+                 "from nanoengine_extras.tools.async_llm import AsyncLLM\n"
                  "async def first():\n"
                  "    async for output in AsyncLLM(llm).stream([[5, 6]], greedy):\n"
                  "        return output\n"
                  "assert asyncio.run(first()).outputs",
-    "backends": "LLM(model, attention_backend='varlen', **options)",
-    "batch": "import pathlib, tempfile\n"
+    "running.backends": "LLM(model, attention_backend='varlen', **options)",
+    "tools.batch": "import pathlib, tempfile\n"
              "folder = pathlib.Path(tempfile.mkdtemp())\n"
              "(folder / 'a').write_text('{\"prompt\": \"1 + 1 =\"}')\n"
-             "extension('batch').main(['--model', bundled, '-i', str(folder / 'a'), '-o', "
+             "extension('tools.batch').main(['--model', bundled, '-i', str(folder / 'a'), '-o', "
              "str(folder / 'b')])\n"
              "assert '\"status_code\": 200' in (folder / 'b').read_text()",
-    "beam_search": "from nanoengine import BeamSearchParams as B; assert len("
+    "sampling.beam_search": "from nanoengine import BeamSearchParams as B; assert len("
                    "llm.beam_search([[5, 6]], B(beam_width=2, max_tokens=3))[0].sequences) == 2",
-    "bench": "import contextlib, io\n"
+    "tools.bench": "import contextlib, io\n"
              "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
-             "    extension('bench').main(['--help'])",
-    "chat": "assert texts.chat([{'role': 'user', 'content': '12 + 34'}], greedy, False)",
-    "constraints": "assert run(llm, logit_bias={7: 1e9}).token_ids == [7] * 4",
-    "containers": "from nanoengine_extensions.containers import free_memory as free; "
+             "    extension('tools.bench').main(['--help'])",
+    "tools.chat": "assert texts.chat([{'role': 'user', 'content': '12 + 34'}], greedy, False)",
+    "sampling.constraints": "assert run(llm, logit_bias={7: 1e9}).token_ids == [7] * 4",
+    "running.containers": "from nanoengine_extras.running.containers import free_memory as free; "
                   "assert free(5) == 5",
-    "dummy": "LLM(model, load_format='dummy', **options).close()",
-    "explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
-    "experts": "import tempfile, transformers\n"
+    "models.dummy": "LLM(model, load_format='dummy', **options).close()",
+    "models.explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
+    "models.experts": "import tempfile, transformers\n"
                "sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, "
                "num_hidden_layers=1, moe_intermediate_size=32, num_experts=4, "
                "num_experts_per_tok=2, "
@@ -51,97 +53,97 @@ ALL_CASES = {
                "modules = with_option.engine.runner.model.layers.modules()\n"
                "assert any(hasattr(each, 'make_calls') for each in modules)\n"
                "with_option.close()",
-    "generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
-    "memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
-    "gguf_families": "import gguf, tempfile; "
+    "models.generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
+    "running.memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
+    "models.gguf_families": "import gguf, tempfile; "
                      "writer = gguf.GGUFWriter(path := tempfile.mkdtemp() + '/a.gguf', 'gemma3')\n"
                      "writer.write_header_to_file(); writer.write_kv_data_to_file()\n"
                      "writer.close(); LLM(path, **options)",
-    "gguf_tokenizers": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
-    "guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
-    "hub": "LLM('some/model', **options)",
-    "lm_eval": "extension('lm_eval')",
-    "logits_processors": "assert run(llm, logits_processors=[lambda i, s: s]).token_ids == tokens",
-    "logprobs": "assert len(run(llm, logprobs=2, prompt_logprobs=0).logprobs) == 4",
-    "metrics": "assert llm.metrics()['num_steps'] > 0",
-    "offload": "LLM(model, cpu_offload_gb=1, **options)",
-    "own_layers": "with_option = LLM(model, model_impl='transformers', **options); "
+    "models.gguf_tokenizers": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
+    "running.guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
+    "models.hub": "LLM('some/model', **options)",
+    "tools.lm_eval": "extension('tools.lm_eval')",
+    "sampling.logits_processors": "assert run(llm, logits_processors=[lambda i, s: s]).token_ids == tokens",
+    "sampling.logprobs": "assert len(run(llm, logprobs=2, prompt_logprobs=0).logprobs) == 4",
+    "running.metrics": "assert llm.metrics()['num_steps'] > 0",
+    "running.offload": "LLM(model, cpu_offload_gb=1, **options)",
+    "models.own_layers": "with_option = LLM(model, model_impl='transformers', **options); "
                   "assert with_option.engine.runner.model.stack; with_option.close()",
-    "openai_format": "from nanoengine_extensions.openai_format import Body; "
+    "tools.openai_format": "from nanoengine_extras.tools.openai_format import Body; "
                      "Body('/v1/completions', '1').read({'prompt': 'a'}, texts)",
-    "policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
-    "prometheus": "assert 'nanoengine:' in extension('prometheus').as_text(llm.metrics(), 'm')",
-    "quantized": "with_option = LLM(model, quantization='int8', **options); "
+    "running.policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
+    "tools.prometheus": "assert 'nanoengine:' in extension('tools.prometheus').as_text(llm.metrics(), 'm')",
+    "models.quantized": "with_option = LLM(model, quantization='int8', **options); "
                  "assert run(with_option).token_ids; with_option.close()",
-    "scores": "assert llm.score([5, 6], [[7], [8, 9]], False)[1].token_ids == [8, 9]",
-    "serve": "import argparse\n"
+    "tools.scores": "assert llm.score([5, 6], [[7], [8, 9]], False)[1].token_ids == [8, 9]",
+    "tools.serve": "import argparse\n"
              "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"
-             "assert extension('serve').Server(texts, flags).app().routes",
-    "speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
+             "assert extension('tools.serve').Server(texts, flags).app().routes",
+    "sampling.speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
                    "assert run(with_option).token_ids == tokens; with_option.close()",
-    "strict": "SamplingParams(temperatur=1)",
-    "structured_outputs": "assert run(texts, 'a', structured_outputs={'regex': '[0-9]+'}).text"
+    "running.strict": "SamplingParams(temperatur=1)",
+    "sampling.structured_outputs": "assert run(texts, 'a', structured_outputs={'regex': '[0-9]+'}).text"
                           ".isdigit()",
-    "swapping": "with_option = LLM(model, preemption_mode='swap', swap_space=0.01, **options); "
+    "running.swapping": "with_option = LLM(model, preemption_mode='swap', swap_space=0.01, **options); "
                 "assert run(with_option).token_ids == tokens; with_option.close()",
-    "tensor_parallel": "with_option = LLM(model, tensor_parallel_size=2, **options); "
+    "running.tensor_parallel": "with_option = LLM(model, tensor_parallel_size=2, **options); "
                        "assert run(with_option).token_ids == tokens; with_option.close()",
-    "terminal": "import contextlib, io, runpy, sys\n"
+    "tools.terminal": "import contextlib, io, runpy, sys\n"
                 "sys.argv = ['nanoengine', '1 + 1 =', '--model', bundled, '--max-tokens', '2']\n"
                 "with contextlib.redirect_stdout(io.StringIO()):\n"
                 "    runpy.run_module('nanoengine', run_name='__main__')",
-    "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
-    "tool_calls": "extension('tool_calls').check({'tools': [{'type': 'function'}]})",
-    "texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
-    "transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
+    "running.threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
+    "tools.tool_calls": "extension('tools.tool_calls').check({'tools': [{'type': 'function'}]})",
+    "sampling.texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
+    "models.transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
                            "assert run(with_option).token_ids == tokens; with_option.close()",
-    "truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
-    "vllm": "import nanoengine_extensions.vllm"}
+    "sampling.truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
+    "tools.vllm": "import nanoengine_extras.tools.vllm"}
 # what says no where everything is there, and in which words
-REFUSED = {"backends": "attention_backend='varlen' is not accepted",
-           "explain": "is an empty folder: it must be one with a model",
-           "gguf_families": "gemma3.embedding_length is missing",
-           "guards": "batch_invariant=True is not accepted",
-           "offload": "is not accepted: it must be 0 on a CPU",
-           "hub": "model='some/model' is not accepted",
-           "lm_eval": "pip install lm-eval",
-           "strict": "temperatur is not known: the nearest is temperature"}
+REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
+           "models.explain": "is an empty folder: it must be one with a model",
+           "models.gguf_families": "gemma3.embedding_length is missing",
+           "running.guards": "batch_invariant=True is not accepted",
+           "running.offload": "is not accepted: it must be 0 on a CPU",
+           "models.hub": "model='some/model' is not accepted",
+           "tools.lm_eval": "pip install lm-eval",
+           "running.strict": "temperatur is not known: the nearest is temperature"}
 if importlib.util.find_spec("lm_eval"):
-    del REFUSED["lm_eval"]
+    del REFUSED["tools.lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"batch": ["openai_format"], "beam_search": ["logprobs"],
-         "gguf_families": ["quantized"], "gguf_tokenizers": ["quantized"],
-         "experts": ["transformers_models"], "own_layers": ["transformers_models"],
-         "prometheus": ["metrics"],
-         "scores": ["constraints", "logprobs"], "serve": ["async_llm", "openai_format"]}
+NEEDS = {"tools.batch": ["tools.openai_format"], "sampling.beam_search": ["sampling.logprobs"],
+         "models.gguf_families": ["models.quantized"], "models.gguf_tokenizers": ["models.quantized"],
+         "models.experts": ["models.transformers_models"], "models.own_layers": ["models.transformers_models"],
+         "tools.prometheus": ["running.metrics"],
+         "tools.scores": ["sampling.constraints", "sampling.logprobs"], "tools.serve": ["tools.async_llm", "tools.openai_format"]}
 
 # what holds without those that are not asked for by a name
 WITHOUT = {
-    "async_llm": "import nanoengine_extensions",
-    "containers": "LLM(model, dtype='float32', block_size=16, max_num_seqs=2, "
+    "tools.async_llm": "import nanoengine_extras",
+    "running.containers": "LLM(model, dtype='float32', block_size=16, max_num_seqs=2, "
                   "max_model_len=64).close()",
-    "explain": "import contextlib, tempfile\n"
+    "models.explain": "import contextlib, tempfile\n"
                "with contextlib.suppress(ValueError):\n"
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
-    "generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
-    "openai_format": "import nanoengine_extensions",
+    "models.generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
+    "tools.openai_format": "import nanoengine_extras",
     # transformers' own layers stay; without models of transformers, there is nothing to ask for
-    "own_layers": "import nanoengine_extensions",
-    "experts": "import nanoengine_extensions",
-    "strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
-    "threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
-    "vllm": "import nanoengine_extensions"}
+    "models.own_layers": "import nanoengine_extras",
+    "models.experts": "import nanoengine_extras",
+    "running.strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
+    "running.threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
+    "tools.vllm": "import nanoengine_extras"}
 # what is deleted for good has no case any more
 CASES = {name: case for name, case in ALL_CASES.items()
          if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
-ALWAYS = {*FILES} & {"containers", "explain", "generation_config", "guards", "metrics", "strict",
-                     "texts", "threads"}
-if "strict" not in FILES:
-    ALWAYS -= {"containers"}  # it asks how much memory is left
+ALWAYS = {*FILES} & {"running.containers", "models.explain", "models.generation_config", "running.guards", "running.metrics", "running.strict",
+                     "sampling.texts", "running.threads"}
+if "running.strict" not in FILES:
+    ALWAYS -= {"running.containers"}  # it asks how much memory is left
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work
-SLOW = ["tensor_parallel"]
+SLOW = ["running.tensor_parallel"]
 
 
 def asked_without(deleted: str, are_all: bool) -> list[str]:
@@ -157,7 +159,7 @@ def asked_without(deleted: str, are_all: bool) -> list[str]:
 
 # Each folder has the packages without one file. They are imported anew from each, in one process.
 SCRIPT = """
-import importlib, json, os, sys, traceback
+import importlib, json, os, re, sys, traceback
 sys.dont_write_bytecode = False
 # an editable installation would find what is deleted
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
@@ -166,7 +168,7 @@ options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 
 def begin(folder, case="texts"):
     for name in [*sys.modules]:
-        if name.split(".")[0] in ("nanoengine", "nanoengine_extensions"):
+        if name.split(".")[0] in ("nanoengine", "nanoengine_extras"):
             del sys.modules[name]
     sys.path[0] = folder
     importlib.invalidate_caches()
@@ -192,7 +194,7 @@ def ask(feature, deleted, names):
     try:
         exec(cases[feature], names)
     except ValueError as error:
-        wanted = f"nanoengine_extensions/{deleted}" if is_gone else refused[feature]
+        wanted = "nanoengine_extras/" + deleted.replace(".", "/") if is_gone else refused[feature]
         assert wanted in str(error), str(error)
     else:
         assert not is_gone and feature not in refused, "it is accepted"
@@ -208,8 +210,9 @@ def check(deleted):
     names["llm"].close(), names["texts"].close()
 
 def imported():
-    return sorted(name.partition(".")[2].partition(".")[0] for name in sys.modules
-                  if name.startswith("nanoengine_extensions."))
+    # without the kernels and the streets themselves
+    return sorted({".".join(name.split(".")[1:3]) for name in sys.modules
+                   if re.match(r"nanoengine_extras\.(models|running|sampling|tools)\.", name)})
 
 def imported_by(feature):
     names = begin(folders["nothing"], cases.get(feature, "texts"))
@@ -239,18 +242,21 @@ def find(tiny, bundled, tmp_path_factory, are_all: bool) -> dict:
     # of all folders: a file is compiled once. Without its source, no bytecode is found
     bytecode = tmp_path_factory.mktemp("bytecode")
     for number, deleted in enumerate(["nothing", *FILES]):
-        # nanoengine_cpu stays that of the first folder; in another order of these paths, its cache
+        # the kernels stay those of the first folder; in another order of these paths, their cache
         # would take the kernels of a feature for new ones
         folder = tmp_path_factory.mktemp(f"{number:03}-{deleted}")
         folders[deleted] = str(folder)
-        (folder / "nanoengine_cpu").symlink_to(ROOT / "nanoengine_cpu")
-        for package in (ROOT / "nanoengine", FOLDER):
-            (folder / package.name).mkdir()
-            (bytecode / package.name).mkdir(exist_ok=True)
-            (folder / package.name / "__pycache__").symlink_to(bytecode / package.name)
+        streets = [path for path in FOLDER.iterdir() if path.is_dir() and (
+            path.name not in ("cpu", "gpu", "__pycache__"))]
+        for package in (ROOT / "nanoengine", FOLDER, *streets):
+            name = package.relative_to(ROOT)
+            (folder / name).mkdir()
+            (bytecode / name).mkdir(exist_ok=True)
+            (folder / name / "__pycache__").symlink_to(bytecode / name)
             for path in package.iterdir():
-                if path.stem not in (deleted if package == FOLDER else "", "__pycache__"):
-                    (folder / package.name / path.name).symlink_to(path)
+                is_deleted = f"{package.name}.{path.stem}" == deleted
+                if not is_deleted and path.name != "__pycache__" and path not in streets:
+                    (folder / name / path.name).symlink_to(path)
     inputs = json.dumps([folders, asked, CASES, REFUSED, NEEDS, WITHOUT, tiny, bundled])
     result = run_in_fork(SCRIPT, inputs, tmp_path_factory.mktemp("empty"))
     assert not result.returncode, result.stderr[-3000:]
@@ -274,7 +280,7 @@ def test_each_has_a_case():
 def test_each_has_tests_under_its_name():
     """In tests/features, a file or several; they are deleted with it."""
     found = {path.stem for path in TESTS.glob("test_*")}
-    named = {f"test_{name}" for name in FILES}
+    named = {f"test_{path.stem}" for path in FILES.values()}
     assert named <= found
     assert all(each in named or each.rpartition("_")[0] in named for each in found)
 
@@ -302,11 +308,11 @@ def check_imported(imported: dict) -> None:
     assert {*imported.pop("")} == ALWAYS
     for feature, others in imported.items():
         # an unknown keyword can be one of vLLM's; tools give no number of blocks
-        known = {"strict": {"vllm"}, "terminal": {"memory"}, "batch": {"memory"},
-                 "transformers_models": {"own_layers", "experts"}, "own_layers": {"experts"},
-                 "experts": {"own_layers"}}
+        known = {"running.strict": {"tools.vllm"}, "tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
+                 "models.transformers_models": {"models.own_layers", "models.experts"}, "models.own_layers": {"models.experts"},
+                 "models.experts": {"models.own_layers"}}
         # what lacks its package is not imported
-        itself = {feature} - ({"lm_eval"} & REFUSED.keys())
+        itself = {feature} - ({"tools.lm_eval"} & REFUSED.keys())
         needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS
         assert {*others} - known.get(feature, set()) == needed, feature
 
@@ -320,21 +326,21 @@ def test_no_feature_imports_others(all_found):
     check_imported(all_found["imported"])
 
 
-@pytest.mark.needs("logprobs", "constraints")
+@pytest.mark.needs("sampling.logprobs", "sampling.constraints")
 def test_no_extension_is_imported_before_it_is_asked_for(bundled):
     """But for what checks every call and observes every step."""
     script = """if True:
         import sys
         from nanoengine import LLM, SamplingParams
         def extensions():
-            return {name for name in sys.modules if name.startswith("nanoengine_")
-                    and not name.startswith("nanoengine_cpu") and "." in name}
+            return {name for name in sys.modules if name.count(".") == 2
+                    and name.startswith("nanoengine_extras.") and ".cpu." not in name}
         with LLM(MODEL) as llm:
             llm.generate("12 + 34 =", use_tqdm=False)
-            assert extensions() == {f"nanoengine_extensions.{name}" for name in ALWAYS}
+            assert extensions() == {f"nanoengine_extras.{name}" for name in ALWAYS}
             llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
-        asked_for = ALWAYS | {"logprobs", "constraints"}
-        assert extensions() == {f"nanoengine_extensions.{name}" for name in asked_for}"""
-    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(ALWAYS | {"memory"}))
+        asked_for = ALWAYS | {"sampling.logprobs", "sampling.constraints"}
+        assert extensions() == {f"nanoengine_extras.{name}" for name in asked_for}"""
+    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(ALWAYS | {"running.memory"}))
     done = run_in_fork(script)
     assert done.returncode == 0, done.stderr

@@ -24,11 +24,11 @@ import pytest
 from conftest import ROOT, is_deleted
 from test_deletable import ALL_CASES
 
-import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
+import nanoengine_extras.running.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.features import OBSERVERS, is_installed
 from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS
-from nanoengine_extensions.metrics import Metrics
+from nanoengine_extras.running.metrics import Metrics
 
 if any(map(is_deleted, ALL_CASES)):
     pytest.skip("the documents describe all features", allow_module_level=True)
@@ -39,15 +39,14 @@ import write_reference  # noqa: E402
 from run import fences_of, snippets_of  # noqa: E402
 
 CHAPTERS = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
-FOLDERS = ("docs", "examples", "lab", "models", "nanoengine", "nanoengine_cpu",
-           "nanoengine_gpu", "nanoengine_extensions")
+FOLDERS = ("docs", "models", "nanoengine", "nanoengine_extras")
 DOCUMENTS = [*ROOT.glob("*.md"), ROOT / "tests" / "README.md",
              *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.md")))]
 # these have tests of their own, which look closer at what their snippets do
 RUN_ELSEWHERE = {"docs/recipes.md": "test_recipes.py",
                  "docs/policies.md": "features/test_policies.py",
-                 "nanoengine_cpu/README.md": "cpu/test_library.py",
-                 "nanoengine_gpu/README.md": "gpu_kernels/test_triton_library.py"}
+                 "nanoengine_extras/cpu/README.md": "cpu/test_library.py",
+                 "nanoengine_extras/gpu/README.md": "gpu_kernels/test_triton_library.py"}
 OTHERS = [file for file in DOCUMENTS
           if file not in CHAPTERS and str(file.relative_to(ROOT)) not in RUN_ELSEWHERE]
 # a module of the lab may have been imported before it is started
@@ -174,8 +173,8 @@ def test_every_chapter_is_in_the_contents():
 
 
 @pytest.mark.parametrize("name, package", [("README.md", "nanoengine"),
-                                           ("nanoengine_extensions/README.md",
-                                            "nanoengine_extensions")])
+                                           ("nanoengine_extras/README.md",
+                                            "nanoengine_extras")])
 def test_the_map_has_every_file(name, package):
     text = (ROOT / name).read_text()
     rows = "\n".join(re.findall(r"^\| \[.*\|$", text, flags=re.MULTILINE))
@@ -186,7 +185,7 @@ def test_the_map_has_every_file(name, package):
 
 
 def test_the_order_of_observers():
-    text = " ".join((ROOT / "nanoengine_extensions" / "README.md").read_text().split())
+    text = " ".join((ROOT / "nanoengine_extras" / "README.md").read_text().split())
     assert f": {', '.join(OBSERVERS)}, and then your own." in text
 
 
@@ -285,8 +284,8 @@ def test_the_reference_has_all_metrics(monkeypatch):
 
 # ------------------------------------------------------------------------------------ names
 
-SOURCES = [file for name in ("", "_cpu", "_extensions")
-           for file in sorted((ROOT / f"nanoengine{name}").glob("*.py"))]
+SOURCES = [*sorted((ROOT / "nanoengine").glob("*.py")),
+           *sorted((ROOT / "nanoengine_extras").rglob("*.py"))]
 
 
 def unknown_names(text: str) -> set[str]:
@@ -347,7 +346,7 @@ def check_command(words: list[str]) -> None:
     elif name != "-":
         assert (ROOT / name).is_file(), name
     # lm-evaluation-harness, which may not be there, parses what follows `eval`
-    is_ours = not is_module or name == "nanoengine" or name.startswith("lab.")
+    is_ours = not is_module or name == "nanoengine" or name.startswith("nanoengine_extras.tools.")
     if arguments and is_ours and arguments[0] != "eval":
         run = runpy.run_module if is_module else runpy.run_path
         with pytest.raises(Parsed), pytest.MonkeyPatch.context() as patch:
@@ -370,7 +369,7 @@ def test_commands(file, monkeypatch):
         pytest.importorskip("ray")
     monkeypatch.chdir(ROOT)
     # Python adds the folder of a script
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
     monkeypatch.syspath_prepend(ROOT)
     for words in commands_in(file.read_text()):
         check_command(words)
@@ -380,12 +379,12 @@ def test_a_wrong_command_is_found(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT)
     text = "```sh\nA=1 .venv/bin/python bench.py && ls  # what\n"
-    text += "python -m lab.compare \\\n  memory\n```"
-    assert commands_in(text) == [["bench.py"], ["-m", "lab.compare", "memory"]]
-    for command in ("-m lab.compare nothing", "bench.py --no-such-flag", "bench.py --engine"):
+    text += "python -m nanoengine_extras.tools.lab.compare \\\n  memory\n```"
+    assert commands_in(text) == [["bench.py"], ["-m", "nanoengine_extras.tools.lab.compare", "memory"]]
+    for command in ("-m nanoengine_extras.tools.lab.compare nothing", "bench.py --no-such-flag", "bench.py --engine"):
         with pytest.raises(SystemExit):
             check_command(command.split())
-    for command in ("no_such_file.py", "-m lab.nothing"):
+    for command in ("no_such_file.py", "-m nanoengine_extras.tools.lab.nothing"):
         with pytest.raises(AssertionError):
             check_command(command.split())
 

@@ -27,7 +27,7 @@ from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
-from nanoengine_extensions.metrics import Metrics, metrics_of
+from nanoengine_extras.running.metrics import Metrics, metrics_of
 
 # ------------------------------------------------------- the engine over a made-up runner
 
@@ -334,7 +334,7 @@ def test_a_token_in_flight_of_a_sequence_that_was_ended_does_not_count():
     assert metrics_of(engine).gauges()["generation_tokens"] == num_tokens
 
 
-@pytest.mark.needs("guards")
+@pytest.mark.needs("running.guards")
 def test_an_engine_takes_its_sizes_from_the_runner():
     engine = make_engine()
     assert metrics_of(engine).gauges()["num_blocks_free"] == 14

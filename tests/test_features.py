@@ -288,7 +288,7 @@ def test_a_request_that_a_feature_refuses_is_not_queued(make_llm):
         assert len(token_ids(generate(llm, PROMPTS[2:]))) == 4
 
 
-@pytest.mark.needs("policies")
+@pytest.mark.needs("running.policies")
 def test_a_feature_and_a_policy_share_no_name(make_llm):
     """A policy that is an observer takes the place of no feature."""
     for name in ("Victim", "LeastRecentlyRun"):
@@ -304,7 +304,7 @@ class Twice(Feature):
 
 @pytest.mark.parametrize("features", [
     [Twice(), Twice()], [Twice], [3], [type("Metrics", (Feature,), {})()],
-    [Twice(), type("Twice", (Feature,), {})()], "metrics", *for_feature("strict", (Twice(),))],
+    [Twice(), type("Twice", (Feature,), {})()], "metrics", *for_feature("running.strict", (Twice(),))],
     ids=[*"1234567"])
 def test_what_is_no_list_of_features_with_names_of_their_own(features):
     with pytest.raises(ValueError, match="^features=.* is not accepted: it must be a"):

@@ -57,7 +57,7 @@ def test_a_folder_is_the_sum_of_its_files(tmp_path):
 
 
 def make_project(root, num_lines: dict[str, int]) -> None:
-    for name in [*gauges.LIMITS, "nanoengine_extensions/a", "nanoengine_extensions/b.py"]:
+    for name in [*gauges.LIMITS, "nanoengine_extras/a", "nanoengine_extras/b.py"]:
         path = root / name if name.endswith(".py") else root / name / "file.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x = 1\n" * num_lines.get(name, 1))
@@ -65,7 +65,7 @@ def make_project(root, num_lines: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("name, most", [
     *((name, int(limits["lines"])) for name, limits in gauges.LIMITS.items()),
-    ("nanoengine_extensions/a", 200), ("nanoengine_extensions/b.py", 200)])
+    ("nanoengine_extras/a", 200), ("nanoengine_extras/b.py", 200)])
 def test_one_line_too_many(tmp_path, capsys, name, most):
     make_project(tmp_path, {name: most})
     assert gauges.main(tmp_path) == 0

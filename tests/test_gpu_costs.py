@@ -20,8 +20,8 @@ from nanoengine.cuda_graphs import padded
 from nanoengine.kernels import kernels
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
-from nanoengine_extensions import dummy
-from nanoengine_extensions.tensor_parallel import RankRunner
+from nanoengine_extras.models import dummy
+from nanoengine_extras.running.tensor_parallel import RankRunner
 
 CONFIG = Path(__file__).parent.parent / "models" / "qwen3-0.6b" / "config.json"
 PLAIN = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,

@@ -67,7 +67,7 @@ class Engine:
 
 def make_engine(folder: str, device: str = "cuda", library: bool = HAS_TRITON,
                 **options: Any) -> Engine:
-    """library: whether nanoengine_gpu is there."""
+    """library: whether nanoengine_extras.gpu is there."""
     gpu = FakeGpu(library=library) if device == "cuda" else None
     with gpu or nullcontext():
         return Engine(LLM(folder, device=device, **SMALL | options), gpu)
@@ -176,7 +176,7 @@ def test_float32_is_as_on_a_cpu(engines, tiny, backend, library, kind):
 def test_without_the_library_of_kernels_the_tokens_are_the_same(engines, tiny, backend):
     needs(backend)
     plain = engines.get(tiny, library=False, run_ahead=True, attention_backend=backend)
-    assert not any("nanoengine_gpu" in str(type(module).__mro__)
+    assert not any("nanoengine_extras.gpu" in str(type(module).__mro__)
                    for module in plain.llm.engine.runner.model.modules())
     with_library = engines.get(tiny, run_ahead=True, attention_backend=backend)
     check_same(plain.generate(PROMPTS, BOTH), with_library.generate(PROMPTS, BOTH))

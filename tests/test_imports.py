@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"nanoengine": "nanoengine", "nanoengine_cpu": "nanoengine_cpu",
-           "nanoengine_gpu": "nanoengine_gpu", "nanoengine_extensions": "nanoengine_extensions",
-           "lab": "lab"}
+FOLDERS = ("nanoengine", "nanoengine_extras")
 # what is imported by a text, and where
 BY_TEXT = {"nanoengine.features": ["module"]}
 
@@ -20,9 +18,9 @@ BY_TEXT = {"nanoengine.features": ["module"]}
 def all_modules() -> dict[str, Path]:
     """The file of each module of this repository."""
     found = {"bench": ROOT / "bench.py"}
-    for package, folder in FOLDERS.items():
+    for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
-            name = ".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             found[name.removesuffix(".__init__")] = path
     return found
 
@@ -83,30 +81,37 @@ def test_an_init_counts():
 
 
 # features that have kernels of their own, of the pieces of a library's; imported only with it
-WITH_KERNELS = {f"nanoengine_extensions.{name}" for name in (
+WITH_KERNELS = {f"nanoengine_extras.models.{name}" for name in (
     "quantized.modules", "quantized.packed", "quantized.order", "quantized.kernel",
     "quantized.expanding", "quantized.sums", "quantized.weights", "quantized.whole_numbers",
     "quantized.transformers_linears", "quantized.transformers_modules",
     "transformers_models.row_norms", "experts")}
+STREETS = ("models", "running", "sampling")
+
+
+def kind_of(name: str) -> str:
+    """The folder of a module: "engine", "cpu", "gpu", "features", or "tools"."""
+    first, *rest = name.split(".")
+    if first == "nanoengine":
+        return "engine"
+    return "tools" if first == "bench" else "features" if rest[:1] and rest[0] in STREETS else (
+        rest[0] if rest else "extras")
 
 
 def test_they_point_one_way(needs):
     """The engine asks for a feature by its name, and for a library of kernels in one place."""
-    engine, kernels = {"nanoengine"}, {"nanoengine_cpu", "nanoengine_gpu"}
-    features, tools = {"nanoengine_extensions"}, {"lab", "bench"}
-    allowed = {"nanoengine": engine, "nanoengine_cpu": {"nanoengine_cpu"},
-               "nanoengine_gpu": {"nanoengine_gpu"}, "nanoengine_extensions": engine | features,
-               "lab": engine | kernels | features | tools,
-               "bench": engine | kernels | features | tools}
+    allowed = {"engine": {"engine"}, "cpu": {"cpu"}, "gpu": {"gpu"}, "extras": set(),
+               "features": {"engine", "features"},
+               "tools": {"engine", "cpu", "gpu", "features", "tools"}}
     modules = all_modules()
     for name, others in needs.items():
-        package = name.split(".")[0]
-        more = {"nanoengine_cpu"} if name in WITH_KERNELS else set()
-        assert {other.split(".")[0] for other in others} <= allowed[package] | more, name
+        kind = kind_of(name)
+        more = {"cpu"} if name in WITH_KERNELS else set()
+        assert {kind_of(other) for other in others} - {"extras"} <= allowed[kind] | more, name
         text = modules[name].read_text()
-        if package == "nanoengine":
+        if kind == "engine":
             # that is, by no statement
             assert not re.search(r"^\s*(import|from) nanoengine_", text, re.MULTILINE), name
-        if package not in tools | features:
+        if kind not in ("tools", "features"):
             by_text = [*re.findall(r"import_module\((.*?)\)|__import__", text)]
             assert by_text == BY_TEXT.get(name, []), name

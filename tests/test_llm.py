@@ -100,7 +100,7 @@ def test_prompts_as_typed_dicts(llm):
     assert len({tuple(ids) for ids in token_ids(generate(llm, prompts))}) == 1
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_without_a_tokenizer_by_choice(bundled):
     """As in a test of vLLM's own."""
     params = SamplingParams(prompt_logprobs=True, detokenize=True)
@@ -143,7 +143,7 @@ def test_abandoning_a_stream_frees_its_requests(llm, num_read):
     generate(llm, "Once upon a time")
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
     def exhausted(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB is free.")
@@ -294,7 +294,7 @@ def test_streams_run_ahead(bundled):
 # ----------------------------------------------------------------------------- requests
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_priorities(make_llm):
     prompts = random_prompts([5] * 6)
     with make_llm(max_num_seqs=1, scheduling_policy="priority") as llm:

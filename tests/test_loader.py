@@ -16,8 +16,8 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.loader import (
     checkpoint_tensors, context_length, find_model, load_config, load_eos, load_model)
-from nanoengine_cpu import optimize
-from nanoengine_cpu.modules import PackedLinear
+from nanoengine_extras.cpu import optimize
+from nanoengine_extras.cpu.modules import PackedLinear
 
 
 PROMPTS = random_prompts([5, 30])

@@ -15,13 +15,13 @@ from nanoengine import LLM, SamplingParams
 # of each package: the module that is not used, what asks for it, and the error; without a module,
 # the feature says what it needs when it is asked for
 PACKAGES = {
-    "pydantic": ("nanoengine_extensions.strict", "SamplingParams(temperatur=1)", "temperatur"),
-    "psutil": ("nanoengine_extensions.swapping", "LLM(model, preemption_mode='swap', **options)",
-               "preemption_mode='swap' needs nanoengine_extensions/swapping.py"),
-    "numba": ("nanoengine_cpu", "LLM(model, attention_backend='numba', **options)",
+    "pydantic": ("nanoengine_extras.running.strict", "SamplingParams(temperatur=1)", "temperatur"),
+    "psutil": ("nanoengine_extras.running.swapping", "LLM(model, preemption_mode='swap', **options)",
+               "preemption_mode='swap' needs nanoengine_extras/running/swapping.py"),
+    "numba": ("nanoengine_extras.cpu", "LLM(model, attention_backend='numba', **options)",
               "attention_backend='numba' is not accepted"),
-    "jinja2": ("nanoengine_extensions.chat", "llm.chat([])", "needs nanoengine_extensions/chat.py"),
-    "uvicorn": (None, "extension('serve', 'serve')", 'pip install "nanoengine[serve]"'),
+    "jinja2": ("nanoengine_extras.tools.chat", "llm.chat([])", "needs nanoengine_extras/tools/chat.py"),
+    "uvicorn": (None, "extension('tools.serve', 'tools.serve')", 'pip install "nanoengine[serve]"'),
     "llguidance": (None, "llm.generate([[5]], SamplingParams(structured_outputs={'regex': 'a'}))",
                    "structured_outputs need llguidance")}
 
@@ -44,7 +44,7 @@ print(json.dumps([found, llm.engine.runner.backend, messages]))
 """
 
 
-@pytest.mark.needs("strict", "swapping", "chat", "structured_outputs", "serve")
+@pytest.mark.needs("running.strict", "running.swapping", "tools.chat", "sampling.structured_outputs", "tools.serve")
 @pytest.mark.parametrize("missing", [
     [*PACKAGES], *[pytest.param([name], marks=pytest.mark.slow) for name in PACKAGES]], ids=str)
 def test_a_missing_package(tiny, missing):
@@ -65,13 +65,13 @@ def test_a_missing_package(tiny, missing):
         module, _, message = PACKAGES[name]
         assert message in messages[name], name
         assert module is None or module in lines, done.stderr
-    assert {*lines} - {"nanoengine_extensions.strict"} <= {PACKAGES[name][0] for name in missing}
+    assert {*lines} - {"nanoengine_extras.running.strict"} <= {PACKAGES[name][0] for name in missing}
 
 
 def test_a_module_that_is_not_there_is_no_news(tiny):
     """Without the other folders, nothing is logged."""
     script = ("import sys\n"
-              "sys.modules.update(dict.fromkeys(['nanoengine_extensions', 'nanoengine_cpu']))\n"
+              "sys.modules.update(dict.fromkeys(['nanoengine_extras', 'nanoengine_extras.cpu']))\n"
               "import nanoengine\n"
               f"nanoengine.LLM({tiny!r}, num_kv_blocks=4)\n")
     done = run_in_fork(script)
@@ -80,7 +80,7 @@ def test_a_module_that_is_not_there_is_no_news(tiny):
 
 def test_no_folder_of_the_tests_looks_like_a_package():
     """pytest puts the folders of tests on Python's path, where a folder is an empty package."""
-    files = [*ROOT.glob("bench.py"), *ROOT.glob("nanoengine*/*.py"), *ROOT.glob("examples/*.py")]
+    files = [*ROOT.glob("bench.py"), *ROOT.glob("nanoengine*/*.py"), *ROOT.glob("docs/examples/*.py")]
     packages = set().union(*map(packages_imported_by, files)) | {"triton", "flash_attn", "vllm"}
     assert {"torch", "triton", "numba", "transformers"} <= packages
     on_path = [ROOT / "tests", *(path for path in (ROOT / "tests").iterdir() if path.is_dir())]

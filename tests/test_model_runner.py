@@ -18,7 +18,7 @@ from nanoengine.loader import context_length, load_config
 from nanoengine.model_runner import ModelRunner, choose_device, choose_dtype
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs, known_ids, step_arrays
-from nanoengine_cpu import memory
+from nanoengine_extras.cpu import memory
 
 DTYPES = {"slot_mapping": torch.int64}  # the others are int32
 TENSORS = ("slot_mapping", "token_ids", "positions", "sequence_of_token", "query_starts",

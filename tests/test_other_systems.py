@@ -44,12 +44,12 @@ if "libgomp" in missing:
 
     ctypes.CDLL = load_other
 if not library:
-    sys.modules["nanoengine_cpu"] = None
+    sys.modules["nanoengine_extras.cpu"] = None
 import nanoengine
 if library:
     # other packages must not believe that they are on another system
     platform, sys.platform = sys.platform, "darwin" if "platform" in missing else sys.platform
-    import nanoengine_cpu
+    from nanoengine_extras import cpu as nanoengine_cpu
     sys.platform = platform
 
 llm = nanoengine.LLM(model, **options)

@@ -109,7 +109,7 @@ def test_a_victim_that_does_not_run_is_named(make_llm, victim):
         check_idle(llm)
 
 
-@pytest.mark.needs("guards")
+@pytest.mark.needs("running.guards")
 @pytest.mark.parametrize("value", [1.5, None, "5"])
 def test_an_allocation_that_is_no_number_is_named(make_llm, value):
     """When a request is made, before a step."""
@@ -119,7 +119,7 @@ def test_an_allocation_that_is_no_number_is_named(make_llm, value):
         check_idle(llm)
 
 
-@pytest.mark.needs("guards")
+@pytest.mark.needs("running.guards")
 @pytest.mark.parametrize("rank", [None, {}, 1j])
 def test_ranks_that_cannot_be_compared_are_named(make_llm, rank):
     """When a request is made, although nobody else waits."""

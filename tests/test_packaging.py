@@ -17,7 +17,7 @@ from nanoengine import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = ("nanoengine", "nanoengine_cpu", "nanoengine_gpu", "nanoengine_extensions", "lab")
+PACKAGES = ("nanoengine", "nanoengine_extras")
 
 SCRIPT = """if True:
     import nanoengine, sys
@@ -51,7 +51,7 @@ def test_it_has_all_files_of_the_packages_and_nothing_else(wheel):
     files = [file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*")]
     ours = {str(file) for file in files
             if file.suffix in (".py", ".html", ".txt") or file.name == "py.typed"}
-    assert names == ours | {"bench.py"}
+    assert names == ours
 
 
 def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
@@ -71,7 +71,7 @@ def run_installed(site: Path, folder: Path, *arguments: str) -> subprocess.Compl
         capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
 
 
-@pytest.mark.needs("batch", "bench", "openai_format", "scores", "serve", "terminal")
+@pytest.mark.needs("tools.batch", "tools.bench", "tools.openai_format", "tools.scores", "tools.serve", "tools.terminal")
 def test_its_tools_run_in_a_folder_of_a_user(wheel, bundled, tmp_path):
     """Where other files have the names of ours."""
     site, folder = tmp_path / "site", tmp_path / "mine"

@@ -38,7 +38,7 @@ print(json.dumps({
     "kinds": sorted({type(module).__module__ for module in llm.engine.runner.model.modules()}),
     "backend": llm.metrics()["attention_backend"],
     "modules": [name for name in sys.modules if name.split(".")[0] in
-                ("nanoengine_cpu", "nanoengine_gpu", "numba")],
+                ("nanoengine_extras.cpu", "nanoengine_extras.gpu", "numba")],
     "reached": {name: sorted(lines) for name, lines in reached.items()}}))
 """
 

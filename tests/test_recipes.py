@@ -1,4 +1,4 @@
-"""The README's Use, docs/recipes.md, docs/scaling.md and the scripts in examples/: all of it runs,
+"""The README's Use, docs/recipes.md, docs/scaling.md and the scripts in docs/examples/: all of it runs,
 and does what it says.
 
 Each heading has a namespace, in which its blocks run in order.
@@ -30,10 +30,10 @@ import pytest
 from conftest import ROOT, is_deleted
 from test_deletable import ALL_CASES
 
-import nanoengine_extensions.policies  # noqa: F401  adds its names before a table is copied
+import nanoengine_extras.running.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine_extensions.terminal import COMMANDS
+from nanoengine_extras.tools.terminal import COMMANDS
 
 if any(map(is_deleted, ALL_CASES)):
     pytest.skip("recipes and examples use all features", allow_module_level=True)
@@ -91,8 +91,8 @@ def execute(monkeypatch):
 
 
 def example(name: str):
-    """A script of examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    """A script of docs/examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -102,7 +102,7 @@ def command(name: str) -> list[str]:
     """The arguments that the documents call an example or a tool with."""
     found = [shlex.split(line) for code in blocks(RECIPES + SCALING, "sh")
              for line in code.splitlines()]
-    ways = ([f"examples/{name}.py"], ["-m", "nanoengine", name])
+    ways = ([f"docs/examples/{name}.py"], ["-m", "nanoengine", name])
     arguments, = [rest[len(way):] for _, *rest in found for way in ways if rest[:len(way)] == way]
     return arguments
 
@@ -138,7 +138,7 @@ TOOLS_OF_EXAMPLES = {"serve": "serve", "batch": "batch", "score": "scores"}
 @pytest.mark.parametrize("name, feature", TOOLS_OF_EXAMPLES.items())
 def test_examples_that_start_a_tool(monkeypatch, name, feature):
     found = []
-    monkeypatch.setattr(f"nanoengine_extensions.{feature}.main", found.append)
+    monkeypatch.setattr(f"nanoengine_extras.{feature}.main", found.append)
     example(name).main(["--model", "another"])
     monkeypatch.setattr("sys.argv", [name, "--help"])
     example(name).main()
@@ -152,10 +152,10 @@ def test_every_recipe_is_tested():
     tests = Path(__file__).read_text()
     in_code = [name for name in recipes if blocks(section(f"## {name}", RECIPES))]
     commands = "".join(blocks(RECIPES + SCALING, "sh"))
-    in_commands = re.findall(r"examples/(\w+)\.py", commands)
+    in_commands = re.findall(r"docs/examples/(\w+)\.py", commands)
     tools = re.findall(r"-m nanoengine (\w+)", commands)
     assert all(f'recipe("{name}")' in tests for name in in_code)
-    examples = {file.stem for file in (ROOT / "examples").glob("*.py")}
+    examples = {file.stem for file in (ROOT / "docs" / "examples").glob("*.py")}
     assert examples - {*TOOLS_OF_EXAMPLES} == {*in_commands}
     assert {*tools} == COMMANDS.keys() - {"bench"}
     assert all(f'command("{name}")' in tests for name in in_commands + tools)

@@ -105,7 +105,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
     ("a", SamplingParams(allowed_token_ids=[9999]), "allowed_token_ids: token id 9999"),
     ("a", SamplingParams(logit_bias={867: 1.0}), "logit_bias: token id 867"),
     *for_feature(
-        "strict",
+        "running.strict",
         ([[True]], GREEDY, "token id True is out of vocabulary"),
         ([True], GREEDY, "token id True is out of vocabulary"),
         ({"prompt_token_ids": [5, False]}, GREEDY, "token id False is out of vocabulary"),
@@ -132,7 +132,7 @@ def test_bad_input_is_refused_before_anything_is_queued(llm, prompts, params, me
     assert generate(llm, "47 + 85 =")[0].outputs[0].text == " 132"
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_without_a_tokenizer_prompts_are_token_ids(make_llm, tiny, bundled):
     with make_llm() as llm:
         assert generate(llm, [[1, 2]])[0].outputs[0].text == ""

@@ -26,10 +26,10 @@ from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.requests import Request
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Batch, Copies, Sequence
-from nanoengine_extensions.beam_search import BeamSearch, BeamSearchParams, make_way
-from nanoengine_extensions.guards import Guards
-from nanoengine_extensions.logprobs import Logprobs, RowLogprobs
-from nanoengine_extensions.metrics import Metrics
+from nanoengine_extras.sampling.beam_search import BeamSearch, BeamSearchParams, make_way
+from nanoengine_extras.running.guards import Guards
+from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs
+from nanoengine_extras.running.metrics import Metrics
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
@@ -698,7 +698,7 @@ def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
                             **options) != []
 
 
-@pytest.mark.needs("policies")
+@pytest.mark.needs("running.policies")
 def test_only_overtaking_makes_a_sequence_give_way_that_holds_all_it_needs_and_only_once():
     for max_waiting, preempted in ((9, []), (0, [0, 1]), (1, [0, 1]), (2, [])):
         assert run_reserved([20, 7, 7], kv_allocation="reserve", scheduling=overtaking(

@@ -67,8 +67,8 @@ on_arm() {
 }
 
 on_arm -c "
-import platform, nanoengine_cpu
-assert platform.machine() == 'aarch64' and nanoengine_cpu.has_bfloat16()
+import platform, nanoengine_extras.cpu
+assert platform.machine() == 'aarch64' and nanoengine_extras.cpu.has_bfloat16()
 print('an', platform.machine(), 'with bfloat16')"
 
 # --- the libgomp that torch and numba share, and the kernels of matrix products: of small ones,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoengine_cpu import empty_cache, paged_attention
-from nanoengine_cpu.attention import LANES
+from nanoengine_extras.cpu import empty_cache, paged_attention
+from nanoengine_extras.cpu.attention import LANES
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -1,4 +1,4 @@
-r"""AMX, simulated: the tiles of nanoengine_cpu/tiles.py on a CPU that has none.
+r"""AMX, simulated: the tiles of nanoengine_extras/cpu/tiles.py on a CPU that has none.
 
     NUMBA_CACHE_DIR=/tmp/simulated PYTHONPATH=tests/cpu python -m pytest -n 0 -p simulated_tiles \
         tests/cpu/test_products.py
@@ -143,15 +143,15 @@ class Loader(importlib.machinery.SourceFileLoader):
 class Finder(importlib.machinery.PathFinder):
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "nanoengine_cpu.tiles":
+        if name != "nanoengine_extras.cpu.tiles":
             return None
         spec = super().find_spec(name, path, target)
         spec.loader = Loader(name, spec.origin)
         return spec
 
 
-if "nanoengine_cpu" in sys.modules:
-    raise RuntimeError("simulated_tiles must be imported before nanoengine_cpu")
+if "nanoengine_extras.cpu" in sys.modules:
+    raise RuntimeError("simulated_tiles must be imported before nanoengine_extras.cpu")
 if not os.environ.get("NUMBA_CACHE_DIR"):
     raise RuntimeError("set NUMBA_CACHE_DIR to a folder of its own: the kernels have other code")
 if "SIMULATED_TILES" not in os.environ:

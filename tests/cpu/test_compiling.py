@@ -9,9 +9,9 @@ import pytest
 import torch
 from forks import is_compiled_once
 
-from nanoengine_cpu import compiling
-from nanoengine_cpu.memory import limit_threads
-from nanoengine_cpu.vectors import array_at, numbers_at
+from nanoengine_extras.cpu import compiling
+from nanoengine_extras.cpu.memory import limit_threads
+from nanoengine_extras.cpu.vectors import array_at, numbers_at
 
 
 def compile_double(factor: int = 2):
@@ -96,7 +96,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::numba.NumbaPerformanceWarning")
 def test_a_first_compilation_says_that_it_compiles(cache, caplog):
-    with caplog.at_level("INFO", logger="nanoengine_cpu"):
+    with caplog.at_level("INFO", logger="nanoengine_extras.cpu"):
         for expected in (["compiling the kernels, which t"], []):
             compiling.say_once.cache_clear()
             caplog.clear()
@@ -149,7 +149,7 @@ def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, c
 def test_kernels_are_compiled_once():
     assert is_compiled_once("""
 import torch
-from nanoengine_cpu import attention, compiling, products
+from nanoengine_extras.cpu import attention, compiling, products
 products.product(torch.float32)
 attention.make_kernel(16, 1, 16, torch.float32)
 compiling.run_together()""")
@@ -159,7 +159,7 @@ compiling.run_together()""")
 
 MULTIPLY = """
 import torch
-from nanoengine_cpu import optimize
+from nanoengine_extras.cpu import optimize
 linear = torch.nn.Linear(64, 64).requires_grad_(False)
 optimize(linear)
 print(torch.allclose(linear(torch.eye(64)), linear.weight.T + linear.bias, atol=1e-6))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forks import run_in_fork
 
-from nanoengine_cpu import memory
+from nanoengine_extras.cpu import memory
 
 
 def page_faults(script):
@@ -28,7 +28,7 @@ def test_the_cache_of_a_cpu_comes_in_huge_pages():
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("the system has no huge pages")
     assert page_faults("""
-from nanoengine_cpu.memory import in_huge_pages
+from nanoengine_extras.cpu.memory import in_huge_pages
 memory = in_huge_pages(2**26)
 ---
 memory.fill_(7)
@@ -102,7 +102,7 @@ def test_threads_end_in_the_libgomp_that_torch_computes_with(another_libgomp, is
     """Whatever it is called. Another one stands in for torch's own, which then does nothing."""
     counts = run(COUNT + """
 import torch
-from nanoengine_cpu import end_threads
+from nanoengine_extras.cpu import end_threads
 for _ in range(2):
     alone = count()
     torch.ones(2**20).exp()
@@ -136,7 +136,7 @@ def test_libraries_find_the_libgomp_of_torch_before_any_other(
 def address(library):
     return ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
 print(hasattr(load(None), "omp_get_max_threads"))
-import nanoengine_cpu
+from nanoengine_extras import cpu as nanoengine_cpu
 print(address(load(None)) == address(load(torch._C.__file__)))
 """)
     assert found.split() == ["False", "True"]
@@ -146,7 +146,7 @@ print(address(load(None)) == address(load(torch._C.__file__)))
 def test_numba_computes_in_the_threads_of_torch():
     found = run(LOAD_LOCALLY + COUNT + """
 import numba
-from nanoengine_cpu import end_threads, optimize
+from nanoengine_extras.cpu import end_threads, optimize
 linear = torch.nn.Linear(64, 64).requires_grad_(False)
 optimize(linear)
 alone = count()
@@ -173,7 +173,7 @@ with open(os.fsencode({str(tmp_path)!r}) + b"/\\xff", "wb+") as file:
     file.write(b"something")
     file.flush()
     mapped = mmap.mmap(file.fileno(), 0)
-from nanoengine_cpu.memory import LIBGOMPS
+from nanoengine_extras.cpu.memory import LIBGOMPS
 print([library._name for library in LIBGOMPS])
 """)
     assert found.strip() == str([memory.LIBGOMPS[0]._name])
@@ -187,7 +187,7 @@ parent, limit, child = sys.argv[1:]
 def compute():
     torch.ones(2**20).exp()
 def multiply():
-    from nanoengine_cpu import end_threads, optimize
+    from nanoengine_extras.cpu import end_threads, optimize
     linear = torch.nn.Linear(64, 64).requires_grad_(False)
     optimize(linear)
     assert torch.allclose(linear(torch.eye(64)), linear.weight.T + linear.bias, atol=1e-6)

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import LlamaConfig, Qwen3Config
 
 from nanoengine import LLM, SamplingParams, loader, model as plain
-from nanoengine_cpu import knows_attention, modules, optimize
-from nanoengine_cpu.known import has_code_of
-from nanoengine_cpu.modules import GatedMLP, Layers, PackedLinear, PagedAttention
+from nanoengine_extras.cpu import knows_attention, modules, optimize
+from nanoengine_extras.cpu.known import has_code_of
+from nanoengine_extras.cpu.modules import GatedMLP, Layers, PackedLinear, PagedAttention
 
 close = torch.testing.assert_close
 ROOT = Path(__file__).parents[2]
@@ -401,7 +401,7 @@ def test_the_code_of_a_forward_is_compared_without_comments_docstrings_and_types
 
 
 def test_both_libraries_compare_alike():
-    files = [ROOT / library / "known.py" for library in ("nanoengine_cpu", "nanoengine_gpu")]
+    files = [ROOT / library / "known.py" for library in ("nanoengine_extras.cpu", "nanoengine_extras.gpu")]
     assert files[0].read_text() == files[1].read_text()
 
 
@@ -414,7 +414,7 @@ CONFIGS = [LlamaConfig, Qwen3Config]
 @pytest.mark.parametrize("make", CONFIGS)
 def test_the_engine_s_own_model_is_known(make):
     """If not: its forwards were changed. See that the kernels still compute the same, and change
-    the docstrings in nanoengine_cpu/modules.py and nanoengine_gpu/modules.py."""
+    the docstrings in nanoengine_extras/cpu/modules.py and nanoengine_extras/gpu/modules.py."""
     decoder = plain.Decoder(make(
         vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
         num_attention_heads=4, num_key_value_heads=2)).requires_grad_(False)
@@ -429,7 +429,7 @@ def test_the_engine_s_own_model_is_known(make):
 def test_it_is_known_without_docstrings():
     script = "\n".join([
         "from transformers import Qwen3Config", "from nanoengine import model",
-        "from nanoengine_cpu import optimize", "print(optimize(model.Decoder(Qwen3Config(",
+        "from nanoengine_extras.cpu import optimize", "print(optimize(model.Decoder(Qwen3Config(",
         "    vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1,",
         "    head_dim=32, num_attention_heads=4, num_key_value_heads=2)).requires_grad_(False)))"])
     assert subprocess.check_output([sys.executable, "-OO", "-c", script], text=True,

@@ -9,32 +9,32 @@ import pytest
 from conftest import packages_imported_by
 from forks import run_in_fork
 
-import nanoengine_cpu
+from nanoengine_extras import cpu as nanoengine_cpu
 
-FOLDER = Path(nanoengine_cpu.__file__).parent
+FOLDER = Path(nanoengine_extras.cpu.__file__).parent
 README = (FOLDER / "README.md").read_text()
 
 
 def alone(script: str, folder: Path) -> str:
     """The script of a process in which the library alone can be imported."""
-    (folder / "nanoengine_cpu").symlink_to(FOLDER)
+    (folder / "nanoengine_extras.cpu").symlink_to(FOLDER)
     return f"import sys; sys.path[:0] = [{str(folder)!r}]\n{script}"
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_no_file_imports_an_engine(file):
     imported = packages_imported_by(file)
-    allowed = {"torch", "numpy", "numba", "llvmlite", "nanoengine_cpu"}
+    allowed = {"torch", "numpy", "numba", "llvmlite", "nanoengine_extras.cpu"}
     assert imported and imported - allowed <= sys.stdlib_module_names
 
 
 def test_importing_it_imports_no_engine(tmp_path):
-    script = alone("import nanoengine_cpu\n"
+    script = alone("import nanoengine_extras.cpu as nanoengine_cpu\n"
                    "print(*{name.partition('.')[0] for name in sys.modules})", tmp_path)
     printed = subprocess.check_output(
         [sys.executable, "-c", script], text=True, cwd=tmp_path).split()
-    assert "nanoengine_cpu" in printed
-    engine = {"nanoengine", "nanoengine_gpu", "nanoengine_extensions"}
+    assert "nanoengine_extras.cpu" in printed
+    engine = {"nanoengine", "nanoengine_extras.gpu", "nanoengine_extras"}
     assert not {*engine, "transformers"} & {*printed}
 
 
@@ -49,4 +49,4 @@ def test_the_example_of_the_readme(tmp_path):
 def test_the_readme_has_all_functions_and_no_other():
     named = {name for cell in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
              for name in re.findall(r"`(\w+)\(", cell)}
-    assert named == set(nanoengine_cpu.__all__)
+    assert named == set(nanoengine_extras.cpu.__all__)

@@ -10,10 +10,10 @@ from forks import run_in_fork
 from torch import nn
 
 from cpu.reference import make_step, plain_attention
-from nanoengine_cpu import attention, empty_cache, modules, optimize
-from nanoengine_cpu.compiling import Program, run_call, warn_once
-from nanoengine_cpu.modules import PackedLinear
-from nanoengine_cpu.products import MOST_WORDS
+from nanoengine_extras.cpu import attention, empty_cache, modules, optimize
+from nanoengine_extras.cpu.compiling import Program, run_call, warn_once
+from nanoengine_extras.cpu.modules import PackedLinear
+from nanoengine_extras.cpu.products import MOST_WORDS
 
 # a shape of attention that other tests have, with a soft cap, too
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 16
@@ -381,7 +381,7 @@ def test_a_program_ends_before_another_mlp(monkeypatch, others, dtype, tolerance
 
 LIMITS = """
 import numba, torch
-from nanoengine_cpu import optimize
+from nanoengine_extras.cpu import optimize
 model = torch.nn.Linear(8, 8).requires_grad_(False)
 optimize(model)
 for limit in (1, 2, 1):
@@ -404,7 +404,7 @@ if True:
         import numba, torch
         from cpu.reference import make_step
         from cpu.test_modules import HEAD_DIM, HIDDEN, Model, bind
-        from nanoengine_cpu import empty_cache, optimize
+        from nanoengine_extras.cpu import empty_cache, optimize
 
         class Listener(numba.core.event.Listener):
             count = 0

@@ -16,8 +16,8 @@ import torch
 from cpu.reference import (
     BF16, F32, NO_NORMS, attend_by_kernel, attend_in_tiles, cpu_cache, make_step, no_turn,
     norm_and_rotate, plain_attention, random_cache, random_norms)
-from nanoengine_cpu import attention as kernels
-from nanoengine_cpu import compiling
+from nanoengine_extras.cpu import attention as kernels
+from nanoengine_extras.cpu import compiling
 
 # of processes of their own: the packages, and the tests
 PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
@@ -240,8 +240,8 @@ def test_other_cpus(name, features, tmp_path):
     """The instructions follow the CPU that numba compiles for, not the one it runs on."""
     script = """if True:
         import torch
-        from nanoengine_cpu.tiles import HAS_TILES
-        from nanoengine_cpu.vectors import has
+        from nanoengine_extras.cpu.tiles import HAS_TILES
+        from nanoengine_extras.cpu.vectors import has
         from cpu.test_paged_attention import largest_error
         print(has("avx512f"), has("avx512bf16"), HAS_TILES)
         print(largest_error(torch.float32), largest_error(torch.bfloat16))"""

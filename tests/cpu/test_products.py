@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanoengine_cpu import compiling
-from nanoengine_cpu.modules import PackedLinear
-from nanoengine_cpu.products import BLOCKS, MOST_WORDS
-from nanoengine_cpu.tiles import TILE_SIZES
+from nanoengine_extras.cpu import compiling
+from nanoengine_extras.cpu.modules import PackedLinear
+from nanoengine_extras.cpu.products import BLOCKS, MOST_WORDS
+from nanoengine_extras.cpu.tiles import TILE_SIZES
 
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 9, 15, 16, 17, 31, 32, 33, 47, 50, 128, 300, 513, 1024, 1056]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

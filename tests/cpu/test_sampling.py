@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanoengine_cpu.sampling import columns_above, first_max
+from nanoengine_extras.cpu.sampling import columns_above, first_max
 
 
 def numbers(rows: int, columns: int, levels: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ QUANTIZED = [f"features/test_quantized.py::test_{name}" for name in (
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which(os.environ.get("CC", "cc")),
                     reason="tiles are simulated in C, on x86")
 @pytest.mark.parametrize("tests", [
-    PRODUCTS, pytest.param(QUANTIZED, marks=pytest.mark.needs("quantized"))], ids=len)
+    PRODUCTS, pytest.param(QUANTIZED, marks=pytest.mark.needs("models.quantized"))], ids=len)
 def test_products_in_tiles(tests, tmp_path):
     """The tests of products pass with them."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path),

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.speculation import PromptLookup
+from nanoengine_extras.sampling.speculation import PromptLookup
 
 ROOT = Path(__file__).parents[2]
 TEXTS = Path(__file__).parent / "texts"

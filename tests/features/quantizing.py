@@ -20,12 +20,12 @@ from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.features import naming
-from nanoengine_cpu.compiling import Program
-from nanoengine_cpu.modules import PackedLinear
-from nanoengine_extensions.quantized import (
+from nanoengine_extras.cpu.compiling import Program
+from nanoengine_extras.cpu.modules import PackedLinear
+from nanoengine_extras.models.quantized import (
     choose_opener, formulas, gguf_files, gguf_grids, gguf_numbers, packed)
-from nanoengine_extensions.quantized.modules import QuantizedLinear
-from nanoengine_extensions.quantized.stored import Stored
+from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.models.quantized.stored import Stored
 
 # the parts of one weight, by the ends of their names
 Parts = dict[str, Tensor]
@@ -359,7 +359,7 @@ def put(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
 
 def linears_of_experts(llm) -> list[Any]:
     # only here: other tests need no such feature
-    from nanoengine_extensions.experts import Experts
+    from nanoengine_extras.models.experts import Experts
     return [linear for layer in llm.engine.runner.model.layers.modules()
             if isinstance(layer, Experts) for each in layer.experts
             for linear in (each.gate_up_proj, each.down_proj)]

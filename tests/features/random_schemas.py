@@ -22,7 +22,7 @@ from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
 from llguidance import LLMatcher, LLTokenizer
 
 from nanoengine.features import naming
-from nanoengine_extensions.structured_outputs.grammar import LIMITS, to_lark
+from nanoengine_extras.sampling.structured_outputs.grammar import LIMITS, to_lark
 
 BYTES = LLTokenizer("byte")
 KINDS = ["string", "integer", "number", "boolean", "null", "array", "object"]

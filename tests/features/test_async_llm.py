@@ -9,10 +9,10 @@ from conftest import check_idle
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.requests import Request
-from nanoengine_extensions import async_llm
-from nanoengine_extensions.async_llm import AsyncLLM
+from nanoengine_extras.tools import async_llm
+from nanoengine_extras.tools.async_llm import AsyncLLM
 
-pytestmark = pytest.mark.needs("metrics", "strict", "texts")
+pytestmark = pytest.mark.needs("running.metrics", "running.strict", "sampling.texts")
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 
@@ -73,7 +73,7 @@ def test_streams(engine, llm, monkeypatch, most):
     assert not engine.calls
 
 
-@pytest.mark.needs("chat")
+@pytest.mark.needs("tools.chat")
 def test_chats(engine, llm):
     """Their answers are those of `chat`; bad input raises its errors."""
     params = SamplingParams(temperature=0)

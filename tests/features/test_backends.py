@@ -7,7 +7,7 @@ from conftest import random_prompts
 from fake_gpu import GpuError, splits_of_keys
 from test_gpu_path import GREEDY, make_engine, needs
 
-from nanoengine_extensions import backends
+from nanoengine_extras.running import backends
 
 
 @pytest.mark.parametrize("prompts", [[129, 300], [64] * 8])

@@ -18,11 +18,11 @@ import pytest
 from conftest import ROOT
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions import batch as module
+from nanoengine_extras.tools import batch as module
 
 pytestmark = pytest.mark.needs(
-    "chat", "constraints", "generation_config", "logits_processors", "logprobs", "metrics",
-    "strict", "structured_outputs", "texts")
+    "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logits_processors", "sampling.logprobs", "running.metrics",
+    "running.strict", "sampling.structured_outputs", "sampling.texts")
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -527,7 +527,7 @@ def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
 # starts a job for each line that it reads, as a process with all its imports
 STARTER = """
 import os, sys
-from nanoengine_extensions import batch
+from nanoengine_extras.tools import batch
 import transformers.models.auto
 for line in sys.stdin:
     pid = os.fork()
@@ -746,7 +746,7 @@ def test_tool_calls_in_openais_format(job, llm, batch, monkeypatch):
     assert seen == ['{"city": "Oslo"}', "{}"] and "tool_calls=" in record["error"]["message"]
 
 
-@pytest.mark.needs("tool_calls")
+@pytest.mark.needs("tools.tool_calls")
 def test_calls_of_tools_in_answers(job):
     """With the flag, and only where tools can be called."""
     call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'

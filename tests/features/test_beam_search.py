@@ -12,8 +12,8 @@ from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.beam_search import make_way
-from nanoengine_extensions.policies import overtaking
+from nanoengine_extras.sampling.beam_search import make_way
+from nanoengine_extras.running.policies import overtaking
 
 PROMPTS = random_prompts([3, 17, 40, 16, 33], seed=3)
 OPTIONS = dict(dtype="float32", device="cpu", block_size=16)
@@ -99,7 +99,7 @@ def test_allowed_tokens_keep_their_log_probabilities(llm, model, width, allowed)
     assert llm.beam_search(PROMPTS, BeamSearchParams(width, 8)) == free
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 @pytest.mark.parametrize("bad, why", [([], "at least 1"), ([-1], "equal to 0"), ([9999], "0 to")])
 def test_allowed_tokens_are_in_the_vocabulary(llm, bad, why):
     with pytest.raises(ValueError, match=f"allowed_token_ids.*{why}"):

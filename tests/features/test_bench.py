@@ -12,7 +12,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT))
 
 import bench  # noqa: E402
-from lab.options import read_prompts  # noqa: E402
+from nanoengine_extras.tools.lab.options import read_prompts  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.loader import load_config  # noqa: E402
 from nanoengine.observers import Features  # noqa: E402
@@ -112,7 +112,7 @@ def test_lines_of_prompts_end_at_newlines_alone(tmp_path, bundled):
                 assert found == prompts
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 @pytest.mark.parametrize("model, content, message", [
     ("tiny", b"Once upon a time\n", ", line 1: prompts[0]: tokenizer=None"),
     ("bundled", None, "prompts.txt: [Errno 2] No such file"),

@@ -10,7 +10,7 @@ from conftest import GREEDY, check_idle, token_ids
 from transformers import AutoTokenizer
 
 from nanoengine import LLM
-from nanoengine_extensions.chat import form_of_arguments, render, takes_parts
+from nanoengine_extras.tools.chat import form_of_arguments, render, takes_parts
 
 TO_JSON = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
     {{- {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine_extensions import constraints
-from nanoengine_extensions.constraints import Constraint, biases_of, spellings
+from nanoengine_extras.sampling import constraints
+from nanoengine_extras.sampling.constraints import Constraint, biases_of, spellings
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 

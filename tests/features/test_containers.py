@@ -7,8 +7,8 @@ import psutil
 import pytest
 
 from nanoengine import LLM
-from nanoengine_extensions.containers import free_memory
-from nanoengine_extensions.metrics import as_text
+from nanoengine_extras.running.containers import free_memory
+from nanoengine_extras.running.metrics import as_text
 
 GIB = 2**30
 HOST = 64 * GIB

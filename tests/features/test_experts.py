@@ -7,9 +7,9 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_cpu.modules import optimize
-from nanoengine_extensions import experts
-from nanoengine_extensions.transformers_models.modules import GatedMLP
+from nanoengine_extras.cpu.modules import optimize
+from nanoengine_extras.models import experts
+from nanoengine_extras.models.transformers_models.modules import GatedMLP
 
 SIZES = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=48, num_experts=6,
              num_local_experts=6, n_routed_experts=6, num_experts_per_tok=3)

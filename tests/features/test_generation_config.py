@@ -11,7 +11,7 @@ from conftest import for_feature
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import load_eos
-from nanoengine_extensions.generation_config import load_defaults
+from nanoengine_extras.models.generation_config import load_defaults
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_defaults_come_from_the_generation_config(llm, monkeypatch):
     ('{"eos_token_id": "x"}', "generation_config.json: eos_token_id='x'"),
     ('{"eos_token_id": [1, null]}', "eos_token_id=.1, None"),
     ('{"eos_token_id": true}', "eos_token_id=True"),
-    *for_feature("strict",
+    *for_feature("running.strict",
                  ('{"temperature": "hot"}', "(?s)generation_config.*temperature"),
                  ('{"top_k": 1.5}', "(?s)generation_config.json: .*top_k"))])
 def test_wrong_values_are_named(text_copy, content, message):

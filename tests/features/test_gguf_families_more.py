@@ -14,8 +14,8 @@ from quantizing import (
     GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated)
 
 from nanoengine import LLM
-from nanoengine_extensions.quantized import gguf_header
-from nanoengine_extensions.quantized.modules import QuantizedLinear
+from nanoengine_extras.models.quantized import gguf_header
+from nanoengine_extras.models.quantized.modules import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

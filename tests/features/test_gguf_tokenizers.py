@@ -10,8 +10,8 @@ import pytest
 import transformers
 from tokenizers import pre_tokenizers
 
-from nanoengine_extensions import chat, gguf_tokenizers
-from nanoengine_extensions.quantized import gguf_header
+from nanoengine_extras import chat, gguf_tokenizers
+from nanoengine_extras.models.quantized import gguf_header
 
 # of DeepSeek-R1's distillations: one is a character that is no byte of GPT-2's
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]

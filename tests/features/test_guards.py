@@ -10,7 +10,7 @@ from conftest import GREEDY, check_idle, for_feature, generate, random_prompts
 
 from nanoengine import SamplingParams
 from nanoengine.observers import Feature
-from nanoengine_extensions.guards import warn_of_slower_attention
+from nanoengine_extras.running.guards import warn_of_slower_attention
 
 PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
 
@@ -49,7 +49,7 @@ def test_a_policy_that_runs_a_sequence_twice_ends_the_call(make_llm):
 
 
 @pytest.mark.parametrize("options", for_feature(
-    "speculation", (dict(speculation="prompt-lookup"),)) + [dict()])
+    "X.speculation", (dict(speculation="prompt-lookup"),)) + [dict()])
 @pytest.mark.parametrize("place", [0, -1])
 def test_edits_of_a_feature_that_does_not_exist_are_refused(make_llm, options, place):
     """A name that is spelled wrong would edit nothing. Other requests do not end."""

@@ -6,7 +6,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from nanoengine import LLM
 from nanoengine.features import extension
-from nanoengine_extensions.hub import FILES
+from nanoengine_extras.models.hub import FILES
 
 
 def test_downloads_fetch_what_is_read():
@@ -20,7 +20,7 @@ def test_downloads_fetch_what_is_read():
 
 @pytest.mark.parametrize("path", ["./here", "/no/where", "~/models/none", "some/where/else"])
 def test_a_path_is_no_id(path, monkeypatch):
-    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", None)
+    monkeypatch.setattr("nanoengine_extras.models.hub.snapshot_download", None)
     with pytest.raises(ValueError, match=f"model='{path}' .*there is no folder [^:]*$"):
         LLM(path)
 
@@ -34,7 +34,7 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
         assert ("model.safetensors" in allow_patterns) == (name == "some/model")
         return {"some/model": tiny, "some/tokenizer": bundled}[name]
 
-    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", download)
+    monkeypatch.setattr("nanoengine_extras.models.hub.snapshot_download", download)
     options = dict(num_kv_blocks=4, kernels=False)
     LLM("some/model", **options)
     LLM("some/model", tokenizer="some/tokenizer", revision="v2", download_dir="there", **options)
@@ -42,14 +42,14 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
                      ("some/tokenizer", "v2", "there")]
 
 
-@pytest.mark.needs("vllm")
+@pytest.mark.needs("tools.vllm")
 def test_the_token_of_vllms_interface(tiny, monkeypatch):
     """For the download alone; without one, the user's own."""
     monkeypatch.setenv("HF_TOKEN", "own")
     asked = []
-    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download",
+    monkeypatch.setattr("nanoengine_extras.models.hub.snapshot_download",
                         lambda *_, **options: asked.append(get_token()) or tiny)
     for token in ("given", True, None):
-        vllm = extension("vllm")
+        vllm = extension("tools.vllm")
         vllm.LLM("some/model", hf_token=token, num_kv_blocks=4, kernels=False).close()
     assert asked == ["given", "own", "own"] and get_token() == "own"

@@ -15,7 +15,7 @@ from conftest import ROOT, check_idle
 from forks import run_in_fork
 
 pytestmark = pytest.mark.needs(
-    "constraints", "logprobs", "metrics", "scores", "serve", "texts", "truncation")
+    "sampling.constraints", "sampling.logprobs", "running.metrics", "tools.scores", "tools.serve", "sampling.texts", "sampling.truncation")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 is_there = importlib.util.find_spec("lm_eval") is not None
 needs_package = pytest.mark.skipif(not is_there, reason="lm-eval is not installed")
@@ -74,7 +74,7 @@ def evaluate(tasks):
 
 @pytest.fixture(scope="module")
 def model(bundled):
-    from nanoengine_extensions.lm_eval import NanoengineLM
+    from nanoengine_extras.tools.lm_eval import NanoengineLM
     found = NanoengineLM(bundled, dtype="float32", num_kv_blocks=256)
     yield found
     check_idle(found.llm)

@@ -95,7 +95,7 @@ def test_a_processor_gets_copies():
     assert all(input_ids.tolist() == [[1, 2, 3]] for input_ids, _ in kept)
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 @pytest.mark.parametrize("temperature", [0, 0.5, 3.0])
 def test_an_infinite_score_forces_a_token(temperature):
     def force(input_ids, scores):

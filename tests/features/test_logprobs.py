@@ -14,7 +14,7 @@ from test_sampler import logprobs, make, sample
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.logprobs import RowLogprobs, text_of
+from nanoengine_extras.sampling.logprobs import RowLogprobs, text_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +123,7 @@ def test_prompt_logprobs_from_a_token_on(make_llm, options):
             assert plain.prompt_logprobs is None
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_a_start_that_is_not_in_the_prompt(make_llm):
     with make_llm(num_kv_blocks=8) as llm:
         with pytest.raises(ValueError, match="prompt_logprobs_start=4 is not accepted: it must be "

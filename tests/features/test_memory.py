@@ -12,7 +12,7 @@ from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.features import ALWAYS
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
-from nanoengine_extensions.memory import AllWritten, largest_batch
+from nanoengine_extras.running.memory import AllWritten, largest_batch
 
 
 def test_the_free_memory_of_a_cpu(tiny, monkeypatch):

@@ -9,7 +9,7 @@ from conftest import GREEDY, generate, random_prompts
 from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.metrics import metrics_of
+from nanoengine_extras.running.metrics import metrics_of
 
 
 def test_the_progress_bar_shows_tokens_per_second(llm, capsys):

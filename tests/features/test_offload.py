@@ -14,7 +14,7 @@ from test_gpu_path import (
     make_engine, tokens_of)
 
 from nanoengine import LLM
-from nanoengine_extensions.offload import Offload, choose_layers
+from nanoengine_extras.running.offload import Offload, choose_layers
 
 
 @pytest.fixture(scope="module")

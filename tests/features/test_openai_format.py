@@ -7,7 +7,7 @@ import pytest
 from conftest import for_feature
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.openai_format import (
+from nanoengine_extras.tools.openai_format import (
     CHAT,
     COMPLETION,
     IGNORED,
@@ -20,7 +20,7 @@ from nanoengine_extensions.openai_format import (
 )
 
 pytestmark = pytest.mark.needs(
-    "chat", "constraints", "generation_config", "logprobs", "strict", "structured_outputs", "texts")
+    "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs", "running.strict", "sampling.structured_outputs", "sampling.texts")
 
 
 def read(llm, body: dict, url: str = COMPLETION) -> Body:
@@ -110,7 +110,7 @@ def test_an_echo_alone_ends_as_if_nothing_was_generated(llm):
 
 @pytest.mark.parametrize("entries, most, impl", [
     ({"max_new_tokens": 7}, 7, "native"), ({}, None, "native"),
-    *for_feature("transformers_models", ({"max_new_tokens": 7}, 7, "transformers"))])
+    *for_feature("models.transformers_models", ({"max_new_tokens": 7}, 7, "transformers"))])
 def test_the_most_tokens_of_a_chat(bundled, tmp_path, entries, most, impl):
     """As in vLLM, the model's file has the default of chats, but not that of completions."""
     folder = shutil.copytree(bundled, tmp_path / "model")

@@ -16,7 +16,7 @@ import compare  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 
-pytestmark = pytest.mark.needs("transformers_models")
+pytestmark = pytest.mark.needs("models.transformers_models")
 # whole decoders, in a dtype in which norms have it, too; some have experts or another activation in
 # some layers or in all; then attention only: neighbours are rotated, a part is, some layers rotate
 # nothing, queries are scaled, all in one linear

@@ -9,11 +9,11 @@ import pytest
 from conftest import ROOT, check_blocks
 from test_scheduler import ShadowCache, make_engine, make_sequence
 
-import nanoengine_extensions.policies as extension
+import nanoengine_extras.running.policies as extension
 from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, prefill_first
 from nanoengine.policies import KV_ALLOCATION, VICTIMS
-from nanoengine_extensions.policies import overtaking
+from nanoengine_extras.running.policies import overtaking
 
 
 

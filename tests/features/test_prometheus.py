@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
-from nanoengine_extensions import prometheus
-from nanoengine_extensions.prometheus import FIRST_TOKEN, NEXT_TOKEN, WHOLE, Times, as_text
+from nanoengine_extras.tools import prometheus
+from nanoengine_extras.tools.prometheus import FIRST_TOKEN, NEXT_TOKEN, WHOLE, Times, as_text
 
 LINE = re.compile(r'([a-z_:]+)\{model_name="((?:[^"\\\n]|\\.)*)",attention_backend="(\w+)"\} (\S+)')
 
@@ -30,7 +30,7 @@ def values_of(text: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.needs("metrics")
+@pytest.mark.needs("running.metrics")
 def test_all_numbers_are_there(llm):
     llm.generate(["Once", "The fox"], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
     metrics = llm.metrics()
@@ -47,7 +47,7 @@ def test_all_numbers_are_there(llm):
     assert found["vllm:kv_cache_usage_perc"] == 0
 
 
-@pytest.mark.needs("metrics")
+@pytest.mark.needs("running.metrics")
 def test_the_part_of_the_cache_that_is_in_use(llm):
     requests = llm.add("Once upon a time", SamplingParams(max_tokens=5, ignore_eos=True))
     llm.step()

@@ -28,11 +28,11 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors, find_model
-from nanoengine_extensions import containers, quantized
-from nanoengine_cpu import compiling
-from nanoengine_extensions.quantized import (
+from nanoengine_extras import containers, quantized
+from nanoengine_extras.cpu import compiling
+from nanoengine_extras.models.quantized import (
     formulas, gguf_files, gguf_header, gguf_numbers, methods, modules, order, packed)
-from nanoengine_extensions.quantized.stored import open_rounded
+from nanoengine_extras.models.quantized.stored import open_rounded
 
 fixtures = make_gguf, make_quantized
 
@@ -866,8 +866,8 @@ def test_random_weights_are_not_quantized(tiny, make_quantized):
 
 def test_without_its_package_a_gguf_is_refused(monkeypatch):
     for name in ("gguf_files", "gguf_header"):
-        monkeypatch.delitem(sys.modules, f"nanoengine_extensions.quantized.{name}")
-        monkeypatch.delattr(f"nanoengine_extensions.quantized.{name}")
+        monkeypatch.delitem(sys.modules, f"nanoengine_extras.models.quantized.{name}")
+        monkeypatch.delattr(f"nanoengine_extras.models.quantized.{name}")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=f"^model='{REAL}' needs the package gguf"):
         LLM(REAL)
@@ -935,8 +935,8 @@ def test_products_have_the_bits_of_dequantized_weights(name, dtype, num_rows):
 def test_kernels_are_compiled_once():
     assert is_compiled_once("""
 import torch
-from nanoengine_extensions.quantized.kernel import product
-from nanoengine_extensions.quantized.order import placing
+from nanoengine_extras.models.quantized.kernel import product
+from nanoengine_extras.models.quantized.order import placing
 placing()
 for by_sums, has_floats in ((False, False), (False, True), (True, False)):
     product(torch.float32, by_sums, has_floats)""")
@@ -958,7 +958,7 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     """Their outputs fill no blocks, or their groups pad the inputs differently: dequantized, with a
     line in the log. With AVX2, 32 outputs fill two blocks."""
     lines: list[str] = []
-    monkeypatch.setattr("nanoengine_extensions.quantized.modules.warn_once", lines.append)
+    monkeypatch.setattr("nanoengine_extras.models.quantized.modules.warn_once", lines.append)
     options = dict(num_attention_heads=2, num_key_value_heads=1, hidden_size=256, head_dim=32)
     path, model = make_gguf(["Q8_0"], "Qwen3", **options)
     with LLM(path, **OPTIONS) as llm:

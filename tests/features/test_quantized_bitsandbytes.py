@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM
-from nanoengine_cpu import compiling
-from nanoengine_extensions.quantized import bitsandbytes_files, formulas, packed
-from nanoengine_extensions.quantized.stored import Index
+from nanoengine_extras.cpu import compiling
+from nanoengine_extras.models.quantized import bitsandbytes_files, formulas, packed
+from nanoengine_extras.models.quantized.stored import Index
 
 NF4 = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,

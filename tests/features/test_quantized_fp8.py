@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM
-from nanoengine_extensions.experts import Experts
-from nanoengine_extensions.quantized import formulas, packed
-from nanoengine_extensions.quantized.modules import QuantizedLinear
-from nanoengine_extensions.quantized.scaled_files import scaled
+from nanoengine_extras.models.experts import Experts
+from nanoengine_extras.models.quantized import formulas, packed
+from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.models.quantized.scaled_files import scaled
 
 BLOCK = [32, 32]
 ENTRIES = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3",

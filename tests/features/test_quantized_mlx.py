@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from nanoengine import LLM  # noqa: E402
-from nanoengine_extensions.quantized.formulas import E4M3, MXFP4  # noqa: E402
+from nanoengine_extras.models.quantized.formulas import E4M3, MXFP4  # noqa: E402
 
 # the bits of a number, and the inputs of a group
 MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}

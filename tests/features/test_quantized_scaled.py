@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM
-from nanoengine_cpu import compiling
-from nanoengine_extensions.quantized import methods, packed
-from nanoengine_extensions.quantized.modules import QuantizedLinear
-from nanoengine_extensions.quantized.scaled_files import open_scaled, scaled
-from nanoengine_extensions.quantized.stored import Index
+from nanoengine_extras.cpu import compiling
+from nanoengine_extras.models.quantized import methods, packed
+from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.models.quantized.scaled_files import open_scaled, scaled
+from nanoengine_extras.models.quantized.stored import Index
 
 # of a weight: its tensors, by the ends of their names, and what they stand for
 Parts = tuple[dict[str, Tensor], Tensor]

@@ -12,10 +12,10 @@ from quantizing import (BFLOAT16, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, 
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_cpu.compiling import Program
-from nanoengine_cpu.modules import PackedLinear
-from nanoengine_extensions.quantized import formulas, order, packed
-from nanoengine_extensions.quantized.modules import QuantizedLinear
+from nanoengine_extras.cpu.compiling import Program
+from nanoengine_extras.cpu.modules import PackedLinear
+from nanoengine_extras.models.quantized import formulas, order, packed
+from nanoengine_extras.models.quantized.modules import QuantizedLinear
 
 fixtures = make_gguf, make_quantized
 DTYPES = [torch.bfloat16, torch.float32]

@@ -24,13 +24,13 @@ import compare  # noqa: E402
 from quantizing import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine_cpu import compiling  # noqa: E402
-from nanoengine_extensions.quantized import (  # noqa: E402
+from nanoengine_extras.cpu import compiling  # noqa: E402
+from nanoengine_extras.models.quantized import (  # noqa: E402
     formulas, modules, packed, transformers_linears, transformers_modules)
-from nanoengine_extensions.quantized.modules import (  # noqa: E402
+from nanoengine_extras.models.quantized.modules import (  # noqa: E402
     QuantizedEmbedding, QuantizedLinear, packed_class)
-from nanoengine_extensions.quantized.origins import Origin  # noqa: E402
-from nanoengine_extensions.transformers_models import check  # noqa: E402
+from nanoengine_extras.models.quantized.origins import Origin  # noqa: E402
+from nanoengine_extras.models.transformers_models import check  # noqa: E402
 
 # scales of embeddings and soft caps; a window; fused projections; norms after attention; experts in
 # one tensor each, and in several; Conv1D, positions, a head that is the embedding; biases

@@ -11,8 +11,8 @@ from pieces import KINDS, sentencepiece
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions import scores
-from nanoengine_extensions.scores import Score, tokens_after
+from nanoengine_extras.tools import scores
+from nanoengine_extras.tools.scores import Score, tokens_after
 
 COMMON, OTHER = random_prompts([50, 33], seed=1)
 ENDS = random_prompts([1, 1, 2, 7, 30, 16], seed=2)
@@ -230,7 +230,7 @@ def test_forms(llm):
     ("The", [[-1]], r"continuations\[0\]: token id -1 is out of vocabulary"),
     ("", ["a"], "the prompt of continuations has 0 tokens"),
     ("The", ["\ud800"], r"continuations\[0\]="),
-    *for_feature("strict", (5, ["a"], "prompts=5 is not accepted"),
+    *for_feature("running.strict", (5, ["a"], "prompts=5 is not accepted"),
                  (None, ["a"], "prompts=None is not accepted"))])
 def test_what_is_refused(llm, prompts, continuations, message):
     before = llm.metrics()

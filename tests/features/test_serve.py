@@ -26,11 +26,11 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from nanoengine_extensions import serve as module  # noqa: E402
+from nanoengine_extras.tools import serve as module  # noqa: E402
 
 pytestmark = pytest.mark.needs(
-    "chat", "constraints", "generation_config", "logprobs", "metrics", "prometheus", "strict",
-    "texts")
+    "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs", "running.metrics", "tools.prometheus", "running.strict",
+    "sampling.texts")
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24}
 CHAT = [{"role": "user", "content": "12 + 34"}]
@@ -341,8 +341,8 @@ def test_tools_reach_the_template(client, llm, monkeypatch, make_app):
             model=NAME, messages=CHAT, tools=[tool], temperature=0, **choice)
         assert found.choices[0].message.content == "46"
     given = []
-    render = module.extension("chat").render
-    monkeypatch.setattr(module.extension("chat"), "render", lambda inputs, messages, **options: (
+    render = module.extension("tools.chat").render
+    monkeypatch.setattr(module.extension("tools.chat"), "render", lambda inputs, messages, **options: (
         given.append(options) or render(inputs, messages, **options)))
     app, _ = make_app()
 
@@ -362,7 +362,7 @@ CALLS = [f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}
          for city in ("Rome", "Oslo")]
 
 
-@pytest.mark.needs("structured_outputs", "tool_calls")
+@pytest.mark.needs("sampling.structured_outputs", "tools.tool_calls")
 def test_calls_of_tools(serve, llm):
     """A grammar makes the model write them. The client's own messages go back to the template."""
     port = serve("--tool-call-parser", "hermes")
@@ -398,7 +398,7 @@ def test_calls_of_tools(serve, llm):
     check_idle(llm)
 
 
-@pytest.mark.needs("structured_outputs", "tool_calls")
+@pytest.mark.needs("sampling.structured_outputs", "tools.tool_calls")
 @pytest.mark.parametrize("flags", [(), ("--enable-auto-tool-choice",)])
 @pytest.mark.parametrize("choice, reason", [
     ("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")])
@@ -427,7 +427,7 @@ def test_required_calls_of_tools(serve, llm, flags, choice, reason):
     check_idle(llm)
 
 
-@pytest.mark.needs("tool_calls")
+@pytest.mark.needs("tools.tool_calls")
 @pytest.mark.parametrize("flags", [
     ("--enable-auto-tool-choice",), ("--tool-call-parser", "hermes"),
     ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")])
@@ -559,7 +559,7 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
             assert last.startswith("python -m nanoengine serve: error: ") and message in last
 
 
-@pytest.mark.needs("memory")
+@pytest.mark.needs("running.memory")
 def test_a_model_without_a_tokenizer_takes_token_ids(tiny):
     with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=16) as llm:
         server = module.Server(llm, Namespace(max_waiting=8, tool_call_parser=None))

@@ -27,9 +27,9 @@ from nanoengine.features import ALWAYS
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
 from nanoengine.sequence import Sequence
-from nanoengine_extensions import speculation
-from nanoengine_extensions.speculation import PromptLookup, StepCosts
-from nanoengine_extensions.structured_outputs.grammar import Grammar, LLParserLimits
+from nanoengine_extras.sampling import speculation
+from nanoengine_extras.sampling.speculation import PromptLookup, StepCosts
+from nanoengine_extras.sampling.structured_outputs.grammar import Grammar, LLParserLimits
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -407,7 +407,7 @@ def test_a_forced_text_that_is_never_right_gives_way_to_the_policy(bundled, monk
 def test_a_look_at_the_forced_text_changes_nothing(tiny, bundled, always, monkeypatch, grammar,
                                                    policy):
     limits = LLParserLimits(max_items_in_row=2000, verbose_errors=False)
-    monkeypatch.setattr("nanoengine_extensions.structured_outputs.grammar.LIMITS", limits)
+    monkeypatch.setattr("nanoengine_extras.sampling.structured_outputs.grammar.LIMITS", limits)
     params = SamplingParams(structured_outputs={"grammar": grammar}, max_tokens=40, temperature=0)
     found = []
     with LLM(tiny, tokenizer=bundled, dtype="float32", block_size=16, num_kv_blocks=24) as llm:

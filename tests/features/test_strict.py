@@ -14,9 +14,9 @@ from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.features import naming
 from nanoengine.observers import Feature
-from nanoengine_extensions import vllm
-from nanoengine_extensions.chat import render
-from nanoengine_extensions.strict import check_call
+from nanoengine_extras.tools import vllm
+from nanoengine_extras.tools.chat import render
+from nanoengine_extras.running.strict import check_call
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -97,11 +97,11 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     (EngineConfig, "speculative_config", "use speculation"),
     (EngineConfig, "num_gpu_blocks_override", "use num_kv_blocks"),
     (EngineConfig, "trust_remote_code",
-     "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
+     "leave it out, or import from nanoengine_extras.tools.vllm, which takes it"),
     (EngineConfig, "max_logprobs",
-     "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
+     "leave it out, or import from nanoengine_extras.tools.vllm, which takes it"),
     (EngineConfig, "ubatch_size",
-     "leave it out, or import from nanoengine_extensions.vllm, which takes it"),
+     "leave it out, or import from nanoengine_extras.tools.vllm, which takes it"),
     (EngineConfig, "n_ctx", "use max_model_len"),
     (EngineConfig, "tp_size", "use tensor_parallel_size"),
     (EngineConfig, "max_batch_size", "use max_num_seqs"),

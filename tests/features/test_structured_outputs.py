@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions.structured_outputs.grammar import (
+from nanoengine_extras.sampling.structured_outputs.grammar import (
     Grammar, make_matcher, make_vocabulary, permitted)
 
 MONTH = "20[0-9][0-9]-(0[1-9]|1[0-2])"

@@ -9,7 +9,7 @@ from test_scheduler import ORDER_OF_COPIES, ShadowCache, make_sequence, run_work
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.sequence import Sequence
-from nanoengine_extensions.swapping import SwappingBlockManager
+from nanoengine_extras.running.swapping import SwappingBlockManager
 
 
 def test_a_swapped_sequence_comes_back_with_the_blocks_that_the_cache_has_and_copies_the_rest():

@@ -18,8 +18,8 @@ from forks import ForkedRank, start_rank
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.step_inputs import Launched
-from nanoengine_extensions import tensor_parallel
-from nanoengine_extensions.tensor_parallel import Group, Ranks
+from nanoengine_extras.running import tensor_parallel
+from nanoengine_extras.running.tensor_parallel import Group, Ranks
 
 PROMPTS = random_prompts([3, 17, 40, 9, 70, 22])
 PARAMS = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=10 + i, logprobs=2,
@@ -241,7 +241,7 @@ def start_rank_1(monkeypatch):
     """Lets the next rank 1 begin with some more lines."""
     def start(lines: str) -> None:
         code = ("import os, signal\n"
-                "from nanoengine_extensions import tensor_parallel as tp\n"
+                "from nanoengine_extras.running import tensor_parallel as tp\n"
                 "tp.Group.gather = tp.Group.join\n" + textwrap.dedent(lines))
         monkeypatch.setattr(tensor_parallel, "start_process",
                             functools.partial(start_rank, lines=code))

@@ -17,7 +17,7 @@ from conftest import ROOT, check_idle
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.features import extension
-from nanoengine_extensions import terminal
+from nanoengine_extras.tools import terminal
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
 COMMAND = [sys.executable, "-m", "nanoengine", "--chat", "--temperature", "0", "--model"]
@@ -25,7 +25,7 @@ COMMAND = [sys.executable, "-m", "nanoengine", "--chat", "--temperature", "0", "
 ENDLESS = """
 import sys
 from nanoengine import LLM, SamplingParams
-from nanoengine_extensions import terminal
+from nanoengine_extras.tools import terminal
 params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
 terminal.converse(LLM(sys.argv[1]), params)
 """
@@ -203,13 +203,13 @@ def test_other_prompts_are_texts(arguments, monkeypatch, capsys, bundled):
     assert prompts == arguments[-1:]
 
 
-@pytest.mark.needs("batch", "openai_format")
+@pytest.mark.needs("tools.batch", "tools.openai_format")
 def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
     for error, code in ((ValueError("a\nb"), 2), (KeyboardInterrupt(), 130)):
         def broken(arguments, error=error):
             raise error
 
-        monkeypatch.setattr(extension("batch"), "main", broken)
+        monkeypatch.setattr(extension("tools.batch"), "main", broken)
         monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", "-i", "x"])
         with pytest.raises(SystemExit) as found:
             terminal.main()
@@ -217,7 +217,7 @@ def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("python -m nanoengine: error: a b\n")
 
 
-@pytest.mark.needs("batch", "openai_format")
+@pytest.mark.needs("tools.batch", "tools.openai_format")
 @pytest.mark.parametrize("arguments, expected", [
     (["-i", "x", "--strict"], ["-i", "x", "--strict"]),
     (["-i", "x", "--options", "{"], ["-i", "x", "--options", "{"]),
@@ -232,7 +232,7 @@ def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
      ["--max-model-lens", "3", "--options", {"seed": -1}])], ids=str)
 def test_options_of_the_engine_are_flags(arguments, expected, monkeypatch):
     given = []
-    monkeypatch.setattr(extension("batch"), "main", given.append)
+    monkeypatch.setattr(extension("tools.batch"), "main", given.append)
     monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", *arguments])
     terminal.main()
     found, = given
@@ -241,7 +241,7 @@ def test_options_of_the_engine_are_flags(arguments, expected, monkeypatch):
     assert found == expected
 
 
-@pytest.mark.needs("batch", "openai_format")
+@pytest.mark.needs("tools.batch", "tools.openai_format")
 @pytest.mark.parametrize("arguments, message", [
     (["--options", "{", "--seed", "1"], "--options: JSON"),
     (["--seed"], "error: argument --seed: expected one argument\n"),

@@ -12,7 +12,7 @@ import torch
 from conftest import generate
 
 from nanoengine.kernels import Kernels
-from nanoengine_extensions import threads
+from nanoengine_extras.running import threads
 
 
 def in_thread(function, *arguments):

@@ -8,9 +8,9 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from nanoengine import LLM
-from nanoengine_extensions.openai_format import CHAT, Body
-from nanoengine_extensions import tool_calls
-from nanoengine_extensions.tool_calls import ToolCalls, check, find, parsed
+from nanoengine_extras.tools.openai_format import CHAT, Body
+from nanoengine_extras.tools import tool_calls
+from nanoengine_extras.tools.tool_calls import ToolCalls, check, find, parsed
 
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 OSLO = {"name": "weather", "arguments": '{"city": "Oslo"}'}
@@ -240,7 +240,7 @@ def answers(llm: LLM, choice: object, **changes: object) -> list[dict]:
     return found
 
 
-@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.needs("sampling.structured_outputs", "tools.chat")
 @pytest.mark.parametrize("parallel", [None, True, False])
 def test_one_call_or_more(llm, parallel):
     found = answers(llm, "required", parallel_tool_calls=parallel)
@@ -252,7 +252,7 @@ def test_one_call_or_more(llm, parallel):
     assert {*whole} == {"tool_calls"} and len(whole) >= (24 if parallel is False else 1)
 
 
-@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.needs("sampling.structured_outputs", "tools.chat")
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_one_call_of_a_named_function(llm, name, parallel):
@@ -263,7 +263,7 @@ def test_one_call_of_a_named_function(llm, name, parallel):
             for call in each["message"]["tool_calls"]] == [name] * 24
 
 
-@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.needs("sampling.structured_outputs", "tools.chat")
 @pytest.mark.parametrize("choice", ["required", tool("weather")], ids=str)
 def test_required_calls_in_the_form_of_hermes(llm, choice):
     body = body_of(llm, choice, parallel_tool_calls=False)
@@ -274,7 +274,7 @@ def test_required_calls_in_the_form_of_hermes(llm, choice):
         assert [*json.loads(call)] == ["name", "arguments"]
 
 
-@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.needs("sampling.structured_outputs", "tools.chat")
 @pytest.mark.parametrize("choice", ["required", tool("weather")], ids=str)
 def test_a_parser_of_calls_changes_no_required_ones(llm, choice):
     """serve.py looks for calls itself, with --tool-call-parser."""
@@ -299,7 +299,7 @@ def test_at_most_one_call_if_they_may_not_be_parallel():
         assert message["content"] == "I look." and choice["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.needs("structured_outputs", "chat")
+@pytest.mark.needs("sampling.structured_outputs", "tools.chat")
 @pytest.mark.parametrize("changes, error", [
     ({"response_format": {"type": "json_object"}}, "tool_choice=.* not accepted together"),
     ({"structured_outputs": {"regex": "a"}}, "tool_choice=.* not accepted together"),

@@ -30,7 +30,7 @@ from test_torch_settings import SETTINGS  # noqa: E402
 from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
 from nanoengine.features import is_installed  # noqa: E402
 from nanoengine.model import Decoder, RMSNorm, rms_norm, swiglu  # noqa: E402
-from nanoengine_extensions.transformers_models import check, modules, watching  # noqa: E402
+from nanoengine_extras.models.transformers_models import check, modules, watching  # noqa: E402
 
 GREEDY = compare.GREEDY
 # of each kind: windows, soft caps, sinks, no positions, learned positions, other angles, experts,
@@ -370,7 +370,7 @@ def test_linears_with_the_same_input_are_one_product(bias):
 KNOWN = {"olmo2": (13, 3, 9), "gemma2": (17, 0, 20), "phi3": (7, 3, 0), "gpt2": (0, 0, 0),
          "cohere2": (0, 4, 0), "gpt_oss": (9, 0, 12),
          # each expert is an MLP
-         "mixtral": (7, 12 * is_installed("experts"), 0)}
+         "mixtral": (7, 12 * is_installed("models.experts"), 0)}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -845,7 +845,7 @@ def test_how_much_a_token_takes_is_said(folder_of, caplog):
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32)])
 def test_the_kernel_of_norms(dtype, weight_dtype, size):
-    row_norms = pytest.importorskip("nanoengine_extensions.transformers_models.row_norms")
+    row_norms = pytest.importorskip("nanoengine_extras.models.transformers_models.row_norms")
     torch.manual_seed(0)
     norm = RMSNorm(size, 1e-3, dtype=weight_dtype).requires_grad_(False)
     norm.weight.uniform_(0.5, 1.5)

@@ -4,7 +4,7 @@ import pytest
 from conftest import generate
 
 from nanoengine import SamplingParams
-from nanoengine_extensions.chat import render
+from nanoengine_extras.tools.chat import render
 
 
 def test_a_prompt_is_truncated_to_its_last_tokens(llm):
@@ -44,7 +44,7 @@ def test_a_chat_is_truncated(llm, caplog):
     assert "indexing errors" not in caplog.text
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_truncation_that_leaves_nothing(llm):
     most = llm.inputs.max_model_len
     for options in (dict(truncate_prompt_tokens=0),

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 import nanoengine
 from nanoengine.config import EngineConfig
-from nanoengine_extensions import vllm
-from nanoengine_extensions.vllm import (
+from nanoengine_extras.tools import vllm
+from nanoengine_extras.tools.vllm import (
     LLM,
     METHODS,
     OFF,
@@ -45,7 +45,7 @@ def generate(llm, prompts, params=GREEDY, **options) -> list:
 
 # vLLM's examples/offline_inference/basic, in short
 SCRIPT = """if True:
-    from nanoengine_extensions.vllm import LLM, SamplingParams
+    from nanoengine_extras.tools.vllm import LLM, SamplingParams
     prompts = ["Hello, my name is", "The future of AI is"]
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     llm = LLM(model=MODEL, trust_remote_code=False, enforce_eager=True,
@@ -77,7 +77,7 @@ def test_it_changes_nothing_of_the_engines_own():
     script = """if True:
         import nanoengine
         before = {cls: set(dir(cls)) for cls in vars(nanoengine).values() if isinstance(cls, type)}
-        import nanoengine_extensions.vllm
+        import nanoengine_extras.tools.vllm
         assert before and all(set(dir(cls)) == names for cls, names in before.items())"""
     done = run_in_fork(script)
     assert done.returncode == 0, done.stderr
@@ -86,7 +86,7 @@ def test_it_changes_nothing_of_the_engines_own():
 # -------------------------------------------------------------------------------- keywords
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_keywords_that_change_nothing_are_accepted(tiny):
     for value in (None, False, 0, 0.0, -1, {}, [], set(), "auto"):
         assert without(dict.fromkeys(OFF - SIZES, value) | dict(seed=3)) == dict(seed=3)
@@ -132,7 +132,7 @@ def test_a_number_turns_on_as_true_does(tiny, name):
         LLM(tiny, **{name: number})
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 @pytest.mark.parametrize("name, value, accepted", [
     ("pipeline_parallel_size", 2, "this engine has nothing like it"),
     ("enable_lora", True, "this engine has nothing like it"),
@@ -165,7 +165,7 @@ def test_bad_keywords(bundled, name, value, accepted):
     assert name in str(error.value) or name in RENAMED
 
 
-@pytest.mark.needs("generation_config")
+@pytest.mark.needs("models.generation_config")
 def test_generation_config_of_vllm_gives_neutral_defaults(bundled):
     with LLM(bundled, num_kv_blocks=16, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
@@ -227,7 +227,7 @@ def test_a_chat_template_of_the_engine(bundled, llm, tmp_path):
 # ------------------------------------------------------------------- parameters and prompts
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_sampling_params():
     params = SamplingParams.from_optional(n=2, temperature=None, stop=None, max_tokens=5)
     assert params == SamplingParams(n=2, max_tokens=5)
@@ -280,7 +280,7 @@ def test_extra_args_are_kept(llm):
     assert SamplingParams().clone().extra_args is None and type(copy) is SamplingParams
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_what_is_assigned_later_is_what_the_constructor_takes(llm):
     grammar = vllm.GuidedDecodingParams(regex="[0-9]{3}", disable_any_whitespace=True)
     for params in (SamplingParams(max_tokens=9), llm.get_default_sampling_params()):
@@ -318,7 +318,7 @@ def test_prompts_as_typed_dicts(llm):
     assert [output.prompt for output in outputs] == ["47 + 85 =", None, "mine"]
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_other_keys_of_prompts(llm):
     """vLLM's prompts can have further keys. Those that are None change nothing."""
     ids = llm.get_tokenizer().encode("Once")
@@ -414,7 +414,7 @@ def test_max_logprobs_is_a_limit(tiny):
                         llm.enqueue([[1, 2], [3]], params)
 
 
-@pytest.mark.needs("generation_config")
+@pytest.mark.needs("models.generation_config")
 def test_keywords_that_set_others(bundled):
     changes = {"temperature": 0.25, "max_new_tokens": 5}
     with LLM(bundled, num_gpu_blocks_override=11, override_generation_config=changes,
@@ -429,7 +429,7 @@ def test_keywords_that_set_others(bundled):
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.25, max_tokens=5)
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_prompts_by_their_former_name(llm):
     ids = [llm.get_tokenizer().encode(text) for text in ("Once", "47 + 85 =")]
     assert token_ids(llm.generate(prompt_token_ids=ids, sampling_params=GREEDY)) == token_ids(
@@ -565,7 +565,7 @@ def test_structured_outputs(llm):
                 assert completion.text.isdigit() and completion.finish_reason == "stop"
 
 
-@pytest.mark.needs("strict", "structured_outputs")
+@pytest.mark.needs("running.strict", "sampling.structured_outputs")
 @pytest.mark.parametrize("name", ["structured_outputs", "guided_decoding"])
 def test_a_grammar_that_is_none(name):
     for wanted in ({}, {"json": None}, {"backend": "xgrammar"}):
@@ -578,7 +578,7 @@ def test_a_grammar_that_is_none(name):
         SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "b"})
 
 
-@pytest.mark.needs("strict")
+@pytest.mark.needs("running.strict")
 def test_beam_search_by_priority(tiny):
     """Two beams of one prompt fill the engine. The last prompt is the most urgent one."""
     prompts = random_prompts([5, 9, 7])

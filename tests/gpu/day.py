@@ -105,7 +105,7 @@ def rehearsed(step: Step) -> Step:
                     *tests("truncate_nothing or test_swiglu", file=KERNELS)],
         "bench": python("bench.py", "--workload", "small", "--num-seqs", "4", "--json",
                         str(OUT / "bench.json")),
-        "nccl": python("-c", "from nanoengine_extensions.tensor_parallel import Group")}
+        "nccl": python("-c", "from nanoengine_extras.running.tensor_parallel import Group")}
     return step._replace(command=command.get(step.name, step.command),
                          limit=step.limit * float(os.environ.get("REHEARSAL_TIME", 1)))
 

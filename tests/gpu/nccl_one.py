@@ -1,11 +1,11 @@
-"""NCCL with a single rank: the calls of nanoengine_extensions/tensor_parallel.py, also in a graph.
+"""NCCL with a single rank: the calls of nanoengine_extras/running/tensor_parallel.py, also in a graph.
 
 It shows that what rank 0 does works, and that a process with graphs of NCCL comes to its end.
 """
 
 import torch
 
-from nanoengine_extensions.tensor_parallel import Group
+from nanoengine_extras.running.tensor_parallel import Group
 
 group = Group(1)
 group.connect("cuda")

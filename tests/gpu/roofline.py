@@ -107,7 +107,7 @@ def attention(kind):
     if kind == "flash-attn":
         from nanoengine.attention import flash_attention as attend
     else:
-        from nanoengine_gpu import paged_attention as attend
+        from nanoengine_extras.gpu import paged_attention as attend
     if DRY:
         return None
     ms = milliseconds(lambda: [attend(query, cache, None, step) for cache in caches]) / len(caches)

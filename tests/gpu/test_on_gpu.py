@@ -12,14 +12,14 @@ import transformers
 from conftest import ROOT, greedy_reference, random_prompts
 from feature_helpers import FEATURES, constrain
 
-import nanoengine_extensions.backends  # noqa: F401  adds its backend
+import nanoengine_extras.running.backends  # noqa: F401  adds its backend
 from nanoengine import LLM, BeamSearchParams, SamplingParams, sampler
 from nanoengine.attention import BACKENDS, choose_backend
 from nanoengine.kernels import PLAIN, kernels
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Draws
-from nanoengine_extensions.policies import overtaking
+from nanoengine_extras.running.policies import overtaking
 
 sys.path.insert(0, str(ROOT / "tests" / "models"))
 

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from nanoengine_gpu import attention, norms, sampling  # noqa: E402
+from nanoengine_extras.gpu import attention, norms, sampling  # noqa: E402
 
 # registers and threads of a multiprocessor, its shared memory and that of a program, in bytes; the
 # most programs (NVIDIA, CUDA C++ Programming Guide, table of compute capabilities)
@@ -245,7 +245,7 @@ def rows(chosen: list[str]) -> Iterator[str]:
 
 HEAD = """# What the compiler says of the Triton kernels
 
-Triton {triton} has compiled the kernels of nanoengine_gpu, without a GPU, to machine code for three
+Triton {triton} has compiled the kernels of nanoengine_extras.gpu, without a GPU, to machine code for three
 generations of GPUs: {gpus}.
 Nothing here was measured on one.
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from feature_helpers import FEATURES, constrain
 from triton.runtime import interpreter
 
-import nanoengine_gpu
+from nanoengine_extras import gpu as nanoengine_gpu
 from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
 from nanoengine.attention import gather_attention
@@ -25,7 +25,7 @@ from nanoengine.kernels import Kernels
 from nanoengine.loader import load_model
 from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
-from nanoengine_gpu import (
+from nanoengine_extras.gpu import (
     attention, draw, optimize, paged_attention, rms_norm, store_heads, swiglu, truncate)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -551,7 +551,7 @@ def test_rows_of_all_kinds_side_by_side(kinds, dtype):
     expected = torch.cat([
         sampler.sample(logits[n:n + 1], draws.of(slice(n, n + 1)), [seq], *others)
         for n, seq in enumerate(seqs)])
-    library = Kernels(**nanoengine_gpu.KERNELS)
+    library = Kernels(**nanoengine_extras.gpu.KERNELS)
     assert torch.equal(sampler.sample(logits, draws, seqs, *others, library), expected)
     for broken in range(0, len(seqs), 2):
         logits[broken, 77] = torch.nan if broken % 4 else torch.inf
@@ -779,7 +779,7 @@ def test_known_mlps_and_norms_take_any_shape(shape):
     for module in (small_mlp(), torch.nn.RMSNorm(64, 1e-6).requires_grad_(False)):
         expected = module(x)
         optimize(module)
-        assert type(module).__mro__[1].__module__ == "nanoengine_gpu.modules"
+        assert type(module).__mro__[1].__module__ == "nanoengine_extras.gpu.modules"
         torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -68,7 +68,7 @@ def test_the_table_has_all_kernels_and_none_spills():
     assert max(int(row["spilled"]) for row in rows) <= 16
     # which releases the README speaks of
     release = ".".join(version("triton").split(".")[:2])
-    readme = (Path(__file__).parents[2] / "nanoengine_gpu" / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "nanoengine_extras.gpu" / "README.md").read_text()
     said = f"With Triton {release} no kernel spills registers, except that"
     assert said in " ".join(readme.split())
     # a program of the newest consumer GPUs has the least shared memory
@@ -80,7 +80,7 @@ def test_no_step_compiles_a_kernel_again():
     counts = run("""if True:
         import cubins, json, torch, triton
         from types import SimpleNamespace
-        from nanoengine_gpu import attention, norms, sampling
+        from nanoengine_extras.gpu import attention, norms, sampling
         triton.runtime.driver.set_active(cubins.NoGPU(90))
         compiled = set()
         def note(**found):

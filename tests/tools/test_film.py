@@ -1,4 +1,4 @@
-"""lab/film.py: what is recorded, the films in docs/, and their page in a real browser."""
+"""nanoengine_extras/tools/lab/film.py: what is recorded, the films in docs/, and their page in a real browser."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from conftest import ROOT, check_blocks
 
 sys.path.insert(0, str(ROOT))
 
-from lab import film, simulate  # noqa: E402
+from nanoengine_extras.tools.lab import film, simulate  # noqa: E402
 
 COMMANDS = re.findall(r"python -m lab\.film (.* -o (docs/films/.*\.html))",
                       (ROOT / "docs" / "policies.md").read_text())
@@ -133,7 +133,7 @@ def test_kept_films_are_what_their_commands_write(tmp_path, monkeypatch, command
     film.main(shlex.split(command))
     assert len(COMMANDS) == 2 and (ROOT / file).stat().st_size < 300_000
     is_same = (tmp_path / file).read_text() == (ROOT / file).read_text()
-    assert is_same, f"write it again: python -m lab.film {command}"
+    assert is_same, f"write it again: python -m nanoengine_extras.tools.lab.film {command}"
 
 
 # ------------------------------------------------------------------------------ the browser

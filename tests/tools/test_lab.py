@@ -1,4 +1,4 @@
-"""lab/: comparisons, the simulation against the engine, pictures, and the commands of the docs."""
+"""nanoengine_extras/tools/lab/: comparisons, the simulation against the engine, pictures, and the commands of the docs."""
 
 import dataclasses
 import importlib.util
@@ -14,13 +14,13 @@ from conftest import ROOT
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models")]
 
 import bench  # noqa: E402
-from lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
+from nanoengine_extras.tools.lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
 from nanoengine import BeamSearchParams, LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.model_runner import ModelRunner  # noqa: E402
 
-COMMANDS = {"bench.py": bench, "-m lab.compare": compare, "-m lab.simulate": simulate,
-            "-m lab.limits": limits, "-m lab.film": film}
+COMMANDS = {"bench.py": bench, "-m nanoengine_extras.tools.lab.compare": compare, "-m nanoengine_extras.tools.lab.simulate": simulate,
+            "-m nanoengine_extras.tools.lab.limits": limits, "-m nanoengine_extras.tools.lab.film": film}
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40, "--repeat", 1)
 
@@ -113,7 +113,7 @@ def test_what_the_figures_of_a_run_are(tmp_path, steps_as_seconds, comparison):
 
 def test_right_guesses_are_tokens_of_decodes(tmp_path, steps_as_seconds, monkeypatch):
     """All guesses are right: each step of a decode then brings several tokens."""
-    from nanoengine_extensions.speculation import Speculation
+    from nanoengine_extras.sampling.speculation import Speculation
     monkeypatch.setattr(Speculation, "_worthwhile", lambda self, asked, batch: {
         seq: found[0] for seq, found in asked.items()})
     prompts = tmp_path / "prompts.txt"
@@ -170,7 +170,7 @@ def test_a_model_is_found_as_its_options_say(
         asked.append((name, revision, cache_dir))
         return bundled
 
-    monkeypatch.setattr("nanoengine_extensions.hub.snapshot_download", download)
+    monkeypatch.setattr("nanoengine_extras.models.hub.snapshot_download", download)
     parser = options.Parser(None, "small")
     # a commit can begin with a digit
     parser.parse(["--model", "some/model", "--revision", "4f2a", "--download-dir", "2024"])
@@ -382,7 +382,7 @@ def test_nothing_is_computed_so_any_kernel_will_do(tmp_path, monkeypatch, module
         module.main(["memory", *flags, "--num-seqs", "3"])
 
 
-@pytest.mark.needs("guards")
+@pytest.mark.needs("running.guards")
 @pytest.mark.parametrize("module, flags", [
     (simulate, (*SMALL, "--num-kv-blocks", 2)), (film, ("memory", "--block-size", 1)),
     (simulate, ("memory", *SMALL, "--max-model-len", 10**9))])

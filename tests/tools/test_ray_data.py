@@ -1,4 +1,4 @@
-"""examples/ray_data.py: every row comes out once, with the tokens that it has alone."""
+"""docs/examples/ray_data.py: every row comes out once, with the tokens that it has alone."""
 
 import contextlib
 import json

@@ -1,0 +1,17 @@
+"""`python -m nanoengine batch`, with the bundled model if --model names no other one."""
+
+import sys
+from pathlib import Path
+
+from nanoengine_extras.tools import batch
+
+BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = sys.argv[1:] if arguments is None else arguments
+    batch.main(["--model", str(BUNDLED), *given])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Quantized models: GGUF, AWQ, GPTQ, MLX, compressed-tensors, FP8, INT8, MXFP4, NVFP4, NF4; and
+`quantization`, which rounds the weights of any model when they are loaded.
+
+A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
+transformers generates with these values, on every device. On a CPU with its kernels, the numbers
+stay packed, and are expanded within products (modules.py, packed.py, kernel.py). Elsewhere the
+weights are dequantized when they are loaded, so they take as much memory as the dtype needs; a line
+in the log says how much.
+
+It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
+files are read (`ModelRunner.load_model`); a model that transformers computes is read in
+transformers_files.py and transformers_linears.py. gguf_files.py needs a package:
+`pip install ".[gguf]"`.
+"""
+
+import atexit
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoengine.config import EngineConfig
+from nanoengine.features import Condition, extension, is_installed, logger, naming, rejected
+from nanoengine.loader import checkpoint_tensors, weight_files
+from nanoengine.model import FAMILIES, Decoder
+from nanoengine.model_runner import ModelRunner
+from nanoengine_extras.models.quantized import methods, transformers_files
+from nanoengine_extras.models.quantized.bitsandbytes_files import open_bitsandbytes
+from nanoengine_extras.models.quantized.expert_files import open_mxfp4
+from nanoengine_extras.models.quantized.mlx_files import open_mlx
+from nanoengine_extras.models.quantized.scaled_files import open_scaled
+from nanoengine_extras.models.quantized.stored import (
+    Index, Opened, open_quantized, open_rounded)
+
+BITS = {"int8": 8, "int4": 4}
+# after the name of a method: see kernel.py
+SUMS = "_sums"
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+KNOWN = (*methods.ROWS,)
+# vLLM's names of methods, most with the name of a kernel
+MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
+          **dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt")}
+CONDITIONS: list[Condition] = [
+    ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN, *MARLIN),
+     f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}; with '{SUMS}', scales "
+     "multiply sums"),
+    ("load_format", lambda c: c.load_format != "dummy",
+     "another one with quantization={quantization!r}, since random weights are not quantized")]
+
+
+def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
+    """Returns a folder like that of any model, with an index of GGUF files: see gguf_files.py. It
+    is deleted when Python ends.
+
+    path: a GGUF file, or a folder with one, which can also have config.json and a tokenizer.
+    name: "model" or "tokenizer", the argument.
+
+    Raises ValueError for a path without a model, and for a model that cannot be run.
+    """
+    with naming(f"{name}={str(path)!r} needs the package gguf"):
+        from nanoengine_extras.models.quantized import gguf_files
+    with naming(f"{name}={str(path)!r}"):
+        beside = path if path.is_dir() else None
+        # made by this function before
+        if beside and not [*path.glob("*.[gG][gG][uU][fF]")]:
+            return path
+        # made by this function, or completed by the user
+        has_config = beside and (beside / "config.json").is_file()
+        if name == "tokenizer" and (has_config or [*path.glob("tokenizer*")]):
+            return path
+        files = gguf_files.parts_of(only_file(path))
+        if lacking := [str(file) for file in files if not file.is_file()]:
+            raise ValueError(f"there is no file {lacking[0]}: it must be a GGUF file")
+        # messages about its files name the model, too
+        folder = Path(tempfile.mkdtemp(prefix="nanoengine-", suffix=f"-{path.name}"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        is_needed = not config.skip_tokenizer_init and config.tokenizer is None
+        gguf_files.write_folder(files, beside, folder, is_needed or name == "tokenizer")
+    return folder
+
+
+def only_file(path: Path) -> Path:
+    """Returns the GGUF file that a path stands for. Raises ValueError if there are several."""
+    if not path.is_dir():
+        return path
+    # the first file stands for a model in several files, the text part for a model with images
+    files = [file for file in sorted(path.glob("*.[gG][gG][uU][fF]"))
+             if not re.search(r"-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
+    files = [file for file in files if "mmproj" not in file.name.lower()] or files
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"it has several models: it must be the path of one of {names}")
+    return files[0]
+
+
+def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
+    """Returns arguments for `loader.load_model`: one that takes the place of `safe_open` for a
+    model's files, and if weights stay packed, two that allocate and fill packed weights. For a
+    model that transformers computes, arguments of `transformers_models.load`.
+
+    Raises ValueError for a model that cannot be read, or is not quantized as `quantization` says.
+    """
+    config = runner.config
+    is_own = runner.model_config.model_type in FAMILIES
+    in_config = getattr(runner.model_config, "quantization_config", None)
+    entries = methods.with_method(in_config or entries_beside(folder))
+    if entries:
+        methods.check(entries)
+    elif not config.quantization:
+        # hf_quant_config.json is empty
+        return {}
+    given = config.quantization or ""
+    by_sums = given.endswith(SUMS)
+    given = given.removesuffix(SUMS)
+    given = MARLIN.get(given, given)
+    method: Any = entries.get("quant_method", given)
+    if given not in ("", method):
+        raise rejected("quantization", config.quantization,
+                       f"None or {method!r}, since the model is quantized already")
+    if not entries and method not in BITS:
+        raise rejected("quantization", config.quantization, "'int8', 'int4' or None, since the "
+                       "model is not quantized")
+    if config.load_format == "dummy":
+        raise rejected("the model's quantization_config", entries, "None with "
+                       "load_format='dummy', since random weights are not quantized")
+    files = weight_files(folder)
+    with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
+        open_file = choose_opener(method, entries, folder)
+        opened = {file: open_file(file) for file in files}
+    for file, each in opened.items():
+        for name, tensor in each.items():
+            tensor.load = naming(f"{name} in {file}")(tensor.load)
+    tensors = transformers_files.tensors_of(opened)
+    kinds = {tensor.kind for tensor in tensors.values() if tensor.is_quantized}
+    # a GGUF can be in floating point, and some models are quantized only as to their cache
+    if not kinds and method != "gguf" and not methods.has_rounded_cache(entries):
+        raise rejected("the model's quantization_config", entries,
+                       "None, since none of its weights is quantized")
+    if left_out := methods.left_out(entries):
+        logger.warning(
+            f"{', '.join(sorted(left_out))} of the model's quantization_config are left out: "
+            f"activations and the KV cache stay in {str(runner.dtype)[6:]}")
+    if is_own:
+        drop_empty_biases(opened.values(), runner.model_config)
+    found: dict[str, Any] = {"opened": lambda file, framework: opened[file]}
+    tensors = transformers_files.tensors_of(opened)
+    if not is_own:
+        found = {"read": partial(transformers_files.load, tensors)}
+    stored, count = sizes_of(files, opened.values())
+    if by_sums and kinds & {"FP8", "4 bits", "8 bits"}:
+        raise rejected("quantization", config.quantization, f"without '{SUMS}' for {method}")
+    if not stays_packed(runner):
+        if by_sums:
+            raise rejected("quantization", config.quantization, f"without '{SUMS}' unless weights "
+                           "stay packed: on a CPU with its kernels, in one process, in bfloat16 or "
+                           "float32")
+        log_costs(stored, count, runner.dtype)
+        return found
+    check_memory(count * BITS[method] // 8 if method in BITS else stored)
+    if not is_own:
+        from nanoengine_extras.models.quantized.transformers_linears import load_packed
+        return {"read": partial(load_packed, tensors, by_sums), "is_packed": True}
+    from nanoengine_extras.models.quantized.modules import Loading
+    if runner.model_config.tie_word_embeddings and share(opened):
+        # so the loader finds both
+        runner.model_config.tie_word_embeddings = False
+    loading = Loading(runner.dtype, by_sums)
+    return found | {"place": loading.place, "read": loading.read}
+
+
+def entries_beside(folder: Path) -> dict[str, Any]:
+    """Returns the entries that ModelOpt wrote next to config.json in 2024, instead of
+    quantization_config."""
+    with naming(file := folder / "hf_quant_config.json"):
+        found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+        return found and {"quant_method": "modelopt", **found}
+
+
+def stays_packed(runner: ModelRunner) -> bool:
+    """Whether there are kernels for packed weights: those for a CPU, in one process."""
+    return (runner.device == "cpu" and runner.kernels.empty_cache is not None
+            and runner.config.tensor_parallel_size == 1
+            and runner.dtype in (torch.bfloat16, torch.float32))
+
+
+def drop_empty_biases(opened: Iterable[Opened], config: Any) -> None:
+    """Leaves out biases of zeros, for linears without a bias: AutoGPTQ gives all linears one."""
+    with torch.device("meta"):
+        known = checkpoint_tensors(Decoder(config))
+    for tensors in opened:
+        for name in [*tensors]:
+            is_extra = name.endswith(".bias") and name.removeprefix("model.") not in known
+            if is_extra and not tensors[name].read().any():
+                del tensors[name]
+
+
+def share(opened: dict[Path, Opened]) -> bool:
+    """Gives one matrix the names of both the head and the embedding, if the files have no other.
+    Returns whether they have only one."""
+    found = [(tensors, name) for tensors in opened.values() for name in tensors
+             if name.removeprefix("model.") in (HEAD, EMBEDDING)]
+    for tensors, name in found if len(found) == 1 else ():
+        tensors[HEAD] = tensors[EMBEDDING] = tensors.pop(name)
+    return len(found) == 1
+
+
+def choose_opener(method: str, entries: dict[str, Any],
+                  folder: Path) -> Callable[[Path], Opened]:
+    if method == "gguf":
+        from nanoengine_extras.models.quantized.gguf_files import open_gguf
+        return partial(open_gguf, folder, entries)
+    if method in BITS:
+        return partial(open_rounded, BITS[method])
+    index = Index(weight_files(folder))
+    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_bitsandbytes}
+    if method in others:
+        return partial(others[method], index)
+    columns = dict.fromkeys(("awq", "gptq", "auto-round"), open_quantized)
+    return partial((columns | {"mlx": open_mlx}).get(method, open_scaled), index, entries)
+
+
+def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:
+    """Returns the size of some files in bytes, and how many numbers they have."""
+    return (sum(file.stat().st_size for file in files),
+            sum(prod(tensor.shape) for tensors in opened for tensor in tensors.values()))
+
+
+def check_memory(num_bytes: int) -> None:
+    """Raises ValueError if packed weights, of at least this many bytes, do not fit into memory."""
+    if is_installed("running.strict"):
+        weights = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        extension("running.strict").check_memory([weights], "cpu")
+
+
+def log_costs(stored: int, count: int, dtype: torch.dtype) -> None:
+    """Logs how much memory the dequantized weights take."""
+    logger.warning(
+        f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "
+        f"files become {count * dtype.itemsize / 2**20:,.1f} MiB of {str(dtype)[6:]}")

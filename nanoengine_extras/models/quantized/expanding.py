@@ -1,0 +1,250 @@
+"""Expands packed numbers into weights and multiplies them, in LLVM IR, for kernel.py.
+
+    weight = number * scale + added             added: the low, or minus the zero times the scale
+
+Numbers are small, and scales have so few bits that products with a zero are exact. So a fused
+multiply-add rounds once, as the definition of a weight does. A number u of 8 bits needs no
+conversion to floating point: put into the mantissa of 1, it gives f = 1 + u / 256, and
+u * scale + added = f * (256 * scale) + (added - 256 * scale). This difference is exact, too.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from nanoengine_extras.cpu.vectors import (
+    FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
+    same, store, vector)
+from nanoengine_extras.models.quantized.order import FLOAT8, HAS_TABLES, LOWER, UPPER
+from nanoengine_extras.models.quantized.packed import ANY, EXPONENT, FLOAT, NESTED, TABLE
+from nanoengine_extras.models.quantized.whole_numbers import (
+    at_vector, floats_of, in_bytes, in_turn, in_words, load_words, looked_up, opened_pairs,
+    small_floats, whole_numbers)
+
+# up to this many rows are multiplied while the weight is expanded: registers hold their sums
+FEW = 4
+# how many vectors of outputs are multiplied at once with one row; with more rows, two are, or four
+# if numbers are not expanded
+COLUMNS = 4
+# few rows take little time, so the weight is prefetched this many words before it is needed
+SOON = 2**11
+# for 16 outputs, of each of two halves: scales, and the numbers that are added
+SCALES = 2 * 2 * LANES
+
+
+def load_of(builder, kind, data, first):
+    """16 numbers of a type that begin at a byte."""
+    place = builder.bitcast(builder.gep(data, [first]), ir.VectorType(kind, LANES).as_pointer())
+    return builder.load(place, align=1)
+
+
+@instruction(vector)
+def load_bytes(builder, data, first):
+    """16 signed bytes that begin at a byte."""
+    numbers = builder.sext(load_of(builder, ir.IntType(8), data, first), WORDS)
+    return builder.sitofp(numbers, FLOATS)
+
+
+@instruction(vector)
+def load_halves(builder, data, first):
+    """16 float16 numbers that begin at a byte."""
+    return builder.fpext(load_of(builder, ir.HalfType(), data, first), FLOATS)
+
+
+@instruction(vector)
+def load_floats(builder, data, first):
+    """16 float32 numbers that begin at a byte."""
+    return load_of(builder, ir.FloatType(), data, first)
+
+
+@instruction(vector)
+def load_exponents(builder, data, first):
+    """2^(n - 127) for 16 bytes n, above 0, that begin at a byte."""
+    numbers = builder.zext(load_of(builder, ir.IntType(8), data, first), WORDS)
+    return builder.bitcast(builder.shl(numbers, same(WORDS, 23)), FLOATS)
+
+
+@instruction(vector)
+def doubled(builder, numbers, half):
+    """Each of the first or of the last 8 numbers twice."""
+    parts = [builder.shuffle_vector(numbers, numbers, ir.Constant(WORDS, [
+        first + i // 2 for i in range(LANES)])) for first in (0, LANES // 2)]
+    return builder.select(builder.icmp_signed("==", half, half.type(0)), *parts)
+
+
+# ------------------------------------------------------------------- numbers become weights
+
+
+def marked(builder, words):
+    """1 + u / 256 for each byte u of some words, from the lowest up."""
+    numbers = []
+    for shift in range(0, 32, 8):
+        turn = same(WORDS, (shift - 15) % 32)
+        turned = call(builder, "llvm.fshr.v16i32", WORDS, words, words, turn)
+        byte = builder.and_(turned, same(WORDS, 255 << 15))
+        numbers.append(builder.bitcast(builder.or_(byte, same(WORDS, 0x3F800000)), FLOATS))
+    return numbers
+
+
+def weights_of(builder, data, place, upper, shift, table, scales, width, per_word):
+    """The weights of 16 packed words, as the words that are multiplied.
+
+    upper, shift: see `in_bytes`
+    """
+    if UPPER[width]:
+        vectors = in_bytes(builder, data, place, upper, shift, width)
+        found = [opened_pairs(builder, each, width, False, table) for each in vectors]
+        return [word for numbers in found for word in scaled(builder, numbers, scales, per_word)]
+    words = load_words(builder, data, place)
+    if width == 4 and HAS_TABLES:
+        numbers = [*looked_up(builder, words, table)]
+    elif width == 8:
+        numbers = marked(builder, words)
+    elif width == FLOAT8:
+        numbers = [*small_floats(builder, data, place)]
+    else:
+        numbers = floats_of(builder, words, LOWER[width], False)
+    return scaled(builder, numbers, scales, per_word)
+
+
+def scaled(builder, numbers, scales, per_word):
+    """The weights of the numbers of 16 words, as the words that are multiplied."""
+    weights = []
+    for i, number in enumerate(numbers):
+        half = i * per_word // len(numbers) * SCALES // 2
+        scale, added = [builder.load(at_vector(builder, scales, half + part * LANES))
+                        for part in range(2)]
+        weights.append(call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added))
+    return in_words(builder, weights, per_word, in_turn)
+
+
+def add_words(builder, rows, line, words, sums, first, per_word, count):
+    """Adds the products of `count` rows with 16 outputs' words to their sums, 16 numbers each."""
+    add = add_pairs if per_word == 2 else multiply_add
+    for r in range(count):
+        at = at_vector(builder, sums, first + r * LANES)
+        row = builder.gep(rows, [builder.mul(line, line.type(r))])
+        total = builder.load(at, align=64)
+        for k, each in enumerate(words):
+            number = builder.load(builder.gep(row, [line.type(k)]))
+            x = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
+            x = builder.shuffle_vector(x, x, same(WORDS, 0))
+            total = add(builder, each, x, total)
+        builder.store(total, at, align=64)
+
+
+def store_words(builder, lines, to, pitch, words):
+    """Stores vectors of words, each `pitch` words after the last."""
+    for k, each in enumerate(words):
+        at = builder.add(to, builder.mul(pitch, pitch.type(k)))
+        builder.store(each, at_vector(builder, lines, at), align=64)
+
+
+@instruction(types.void, constants=3)
+def add_weights(builder, rows, line, data, place, upper, shift, table, scales, sums, width,
+                per_word, count):
+    """Adds the products of `count` rows with some vectors of weights to their sums."""
+    for i in range(COLUMNS if count == 1 else 2):
+        own = builder.gep(scales, [place.type(i * SCALES)])
+        places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
+        weights = weights_of(builder, data, *places, shift, table, own, width, per_word)
+        add_words(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
+
+
+@instruction(types.void, constants=2)
+def store_weights(builder, lines, to, pitch, data, place, upper, shift, table, scales, width,
+                  per_word):
+    """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
+    weights = weights_of(builder, data, place, upper, shift, table, scales, width, per_word)
+    store_words(builder, lines, to, pitch, weights)
+
+
+@instruction(types.void, constants=3)
+def add_numbers(builder, rows, line, data, place, upper, shift, table, sums, width, per_word,
+                count):
+    """Adds the products of `count` rows with some vectors of whole numbers to their sums."""
+    for i in range(COLUMNS if count == 1 or width < 8 else 2):
+        places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
+        words = whole_numbers(builder, data, *places, shift, table, width, per_word)
+        add_words(builder, rows, line, words, sums, i * count * LANES, per_word, count)
+
+
+@instruction(types.void, constants=2)
+def store_numbers(builder, lines, to, pitch, data, place, upper, shift, table, width, per_word):
+    """Stores the numbers of 16 packed words, each vector of them `pitch` words after the last."""
+    words = whole_numbers(builder, data, place, upper, shift, table, width, per_word)
+    store_words(builder, lines, to, pitch, words)
+
+
+# ---------------------------------------------------------------------- scales
+
+
+@inlined()
+def open_half(numbers, scales, to, per_word):
+    """Stores 16 numbers as vectors have their outputs: those of bfloat16 have two inputs of 8."""
+    store(scales, to, doubled(numbers, 0) if per_word == 2 else numbers)
+    store(scales, to + SCALES // 2, doubled(numbers, 1) if per_word == 2 else numbers)
+
+
+@inlined()
+def load_stored(data, at, above, storage):
+    """16 scales or lows that begin at a byte. above: where those of their 256 inputs are"""
+    if storage == FLOAT:
+        return load_floats(data, at)
+    if storage == NESTED:
+        return load_bytes(data, at) * load_halves(data, above)
+    if storage == EXPONENT:
+        return load_exponents(data, at)
+    return load_halves(data, at)
+
+
+@inlined()
+def find_upper(first, v, group, block_size, width):
+    """Returns the word where the upper bits of the numbers of some inputs are, and their place in
+    a byte. first: the word where the numbers of a group begin; v: the first input in the group"""
+    lower, upper = LOWER[width], UPPER[width]
+    words = group * lower // 32 + v * upper // 32
+    # four inputs take `upper` bits of each byte
+    return first + words * block_size, v * upper // 4 % 8
+
+
+@inlined()
+def table_of(part):
+    """The table of a weight's numbers of 4 bits."""
+    return load_floats(array_at(part, ANY, np.uint8), TABLE)
+
+
+@inlined()
+def read_scales(data, at, above, kind, block_size, c):
+    """Returns the scales, zeros and lows of 16 outputs of a block, from `c` on, in a group.
+
+    at: where its record begins; above: where the scales of its 256 inputs begin, in float16
+    """
+    storage, has_zeros, has_lows, zero = kind
+    size = 1 << storage % 3
+    lows = at + block_size * size
+    zeros = lows + block_size * size * has_lows
+    low, offset = fill(np.float32(0)), fill(np.float32(zero))
+    scale = load_stored(data, at + c * size, above + 2 * c, storage)
+    if has_lows:
+        low = load_stored(data, lows + c * size, above + 2 * (block_size + c), storage)
+    if has_zeros:
+        # they are stored minus 128
+        offset = load_bytes(data, zeros + c) + fill(np.float32(128))
+    return scale, offset, low
+
+
+@inlined()
+def open_scales(data, at, above, kind, width, block_size, per_word, scales):
+    """Stores the factors of a group's numbers, and the numbers that are added to the products."""
+    has_lows = kind[2]
+    # 8-bit numbers were divided by 256; all but FP8 are in the mantissa of 1
+    times = 256 if width >= 8 else 1
+    unit = 256 if width == 8 else 0
+    for c in range(0, block_size, LANES):
+        scale, zero, low = read_scales(data, at, above, kind, block_size, c)
+        added = scale * (fill(np.float32(-unit)) - zero)
+        added = added + low if has_lows else added
+        to = SCALES // LANES * c
+        open_half(scale * fill(np.float32(times)), scales, to, per_word)
+        open_half(added, scales, to + LANES, per_word)

@@ -1,0 +1,150 @@
+"""llama.cpp's GGUF files: makes a folder like that of any model, and reads their tensors.
+
+    blk.0.attn_q.weight   Q4_K, (outputs, bytes of a row)   ->   layers.0.self_attn.q_proj.weight
+
+gguf_header.py knows what a file says about its model, and gguf_numbers.py the types of matrices.
+The extension gguf_tokenizers.py makes the tokenizer.
+"""
+
+import json
+import math
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoengine.features import extension, rejected
+from nanoengine_extras.models.quantized import gguf_numbers
+from nanoengine_extras.models.quantized.formulas import Grouped
+from nanoengine_extras.models.quantized.gguf_header import FLOATS, Header
+from nanoengine_extras.models.quantized.stored import Opened, Stored
+
+# the file with the places of all tensors, in the folder that `write_folder` fills
+TABLE = "tensors.json"
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Returns all files of a model, from its first or only one."""
+    split = re.fullmatch(r"(.*)-00001-of-(\d{5})", file.stem)
+    if split is None:
+        return [file]
+    return [file.with_name(f"{split[1]}-{number + 1:05}-of-{split[2]}{file.suffix}")
+            for number in range(int(split[2]))]
+
+
+# ------------------------------------------------------------------------------------ a folder
+
+
+def write_folder(files: list[Path], beside: Path | None, folder: Path, has_tokenizer: bool) -> None:
+    """Fills a folder with what a model has: config.json, a tokenizer, an index of the files.
+
+    beside: a folder whose config.json, tokenizer and others are used; None: the file has all.
+    has_tokenizer: whether the file's own tokenizer is written, if there is no other.
+    """
+    header = Header(files)
+    config = header.config()
+    write(folder / "generation_config.json", {
+        "eos_token_id": header.eos(),
+        "suppress_tokens": header.find("tokenizer.ggml.suppress_tokens") or None})
+    others = {} if beside is None else {path.name: path for path in beside.iterdir()}
+    has_other = any(name.startswith(("tokenizer", "vocab.")) for name in others)
+    if has_tokenizer and not has_other and "tokenizer.ggml.tokens" in header.fields:
+        tokenizers = extension("models.gguf_tokenizers", "a tokenizer of GGUF")
+        tokenizers.read(header.find, files[0]).save_pretrained(folder)
+    for path in others.values():
+        if path.suffix in (".json", ".jinja", ".model", ".txt"):
+            shutil.copy(path, folder)
+    if "config.json" in others:
+        given = json.loads((folder / "config.json").read_text())
+        # other files name only the kind of model
+        config = given if "architectures" in given else config
+    write(folder / "config.json", config | {"quantization_config": header.quantization()})
+    # `loader.weight_files` finds the files by it
+    index = {name: str(file) for name, file in enumerate(files)}
+    write(folder / "model.safetensors.index.json", {"weight_map": index})
+    write(folder / TABLE, header.table)
+
+
+def write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content))
+
+
+# ------------------------------------------------------------------------------------ tensors
+
+
+def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
+    """Returns the tensors of a file.
+
+    folder: the one that `write_folder` has filled; entries: see `Header.quantization`.
+    """
+    opened = Opened()
+    # reading a header again takes seconds
+    tables = json.loads((folder / TABLE).read_text())
+    factors = factors_of(tables)
+    for name, (kind, shape, offset, num_bytes) in tables[str(file)].items():
+        heads = entries["heads"].items()
+        own = next((count for part, count in heads if f".{part}." in name), 0)
+        added = entries["norms"] if name.endswith("norm.weight") else 0.0
+        # the config has them
+        if name.startswith(("rope_freqs.", "rope_factors_")) or name in factors:
+            continue
+        # a matrix of one row, which some releases of the converter store as a vector
+        if name.endswith("shared_expert_gate.weight"):
+            shape = [1, shape[-1]]
+        names = names_of_experts(name, shape[0]) if len(shape) == 3 else [name]
+        size = num_bytes // len(names)
+        own_factors = factors.get(name.removesuffix("weight") + "scale", [1.0] * len(names))
+        if len(own_factors) != len(names) or not math.isfinite(sum(own_factors)):
+            raise rejected(f"the scale of {name}", own_factors, f"{len(names)} finite numbers")
+        for number, (each, factor) in enumerate(zip(names, own_factors)):
+            opened[each] = Stored(kind, shape[-2:], partial(
+                read_tensor, file, kind, shape[-2:], offset + number * size, size, own, added,
+                factor))
+    return opened
+
+
+def factors_of(tables: dict[str, Any]) -> dict[str, list[float]]:
+    """Returns the factors of matrices in NVFP4, one number or one for each expert; and the scales
+    of their inputs, which are not rounded here. By the names of these tensors"""
+    every = {name: (file, *each) for file, table in tables.items() for name, each in table.items()}
+    found = {}
+    for name, (file, _, _, offset, num_bytes) in every.items():
+        module, _, part = name.rpartition(".")
+        _, kind, *_ = every.get(f"{module}.weight", ("", ""))
+        if kind == "NVFP4" and part in ("scale", "input_scale"):
+            found[name] = np.fromfile(file, np.float32, num_bytes // 4, offset=offset).tolist()
+    return found
+
+
+def names_of_experts(name: str, count: int) -> list[str]:
+    """Returns transformers' names for the experts of a layer, which lie one after the other.
+
+    name: "module.own.weight", or "module..weight" of matrices without names of their own
+    """
+    module, own, kind = name.rsplit(".", 2)
+    return [f"{module}.{number}.{own}.{kind}".replace("..", ".") for number in range(count)]
+
+
+def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,
+                heads: int, added: float, factor: float) -> Tensor | Grouped:
+    """Reads a tensor. The file is not mapped, since its pages would count as memory.
+
+    heads: if not 0, rows are put in transformers' order: in each head, all first numbers of a pair,
+        then all second ones.
+    added: is subtracted from numbers in floating point; quantized ones are multiplied by `factor`.
+    """
+    raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
+    rows = raw.view(*shape[:1] or [1], -1)
+    if heads:
+        rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if kind in gguf_numbers.SIZES:
+        found = gguf_numbers.grouped(rows, kind)
+        return found if factor == 1 else found._replace(scales=found.scales.float() * factor)
+    numbers = rows.view(FLOATS[kind]).float().view(shape)
+    # a large matrix is not copied
+    return numbers - added if added else numbers

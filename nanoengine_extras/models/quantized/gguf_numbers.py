@@ -1,0 +1,132 @@
+"""Reads the integers and scales of a GGUF matrix, with which `gguf.dequantize` computes.
+
+Layouts are those of llama.cpp's `ggml-common.h`: blocks of 32 inputs, or super-blocks of 256 in the
+K-quants, whose scales are integers, too, times one in float16. Numbers of IQ4_NL, IQ4_XS, MXFP4 and
+NVFP4 are indices into a table. Types of 1 to 3 bits that begin with IQ: see gguf_grids.py.
+"""
+
+import torch
+from torch import Tensor
+
+from nanoengine_extras.models.quantized import gguf_grids
+from nanoengine_extras.models.quantized.formulas import E4M3, MXFP4, Grouped, mxfp4
+
+# the bytes of a block
+SIZES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q2_K": 84, "Q3_K": 110,
+         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17,
+         "NVFP4": 36, "TQ1_0": 54, "TQ2_0": 66,
+         **gguf_grids.SIZES}
+# those with blocks of 256 inputs
+ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0", *gguf_grids.SIZES)
+# the table of IQ4_NL and IQ4_XS
+IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+                   dtype=torch.float32, device="cpu")
+
+# the values of NVFP4's scales (e4m3 without a sign), halved, as its table has doubled values
+UE4M3 = E4M3.abs() / 2
+UE4M3[[127, 255]] = torch.tensor([0.0, 240.0], device="cpu")
+# the powers of 3 by which the five digits of a byte of TQ1_0 move to its higher bits
+POWERS = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device="cpu")
+
+
+def halves(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.float16)
+
+
+def signed(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.int8)
+
+
+def parts(raw: Tensor, bits: int) -> Tensor:
+    """The numbers of `bits` bits in bytes: first the lowest of each byte, then the next ones."""
+    # copied once, since the bytes of a block are few
+    raw = raw.contiguous()
+    found = [raw >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return torch.stack(found, -2)
+
+
+def grouped(raw: Tensor, kind: str) -> Grouped:
+    """raw: (outputs, bytes of a row) uint8; kind: the name of its type."""
+    blocks = raw.unflatten(1, (-1, SIZES[kind]))
+    found = (of_256 if kind in ARE_256 else of_32)(blocks, kind)
+    inputs = found.numbers.shape[1]
+    return found._replace(groups=torch.arange(inputs) // (inputs // found.scales.shape[1]))
+
+
+def of_32(x: Tensor, kind: str) -> Grouped:
+    if kind == "MXFP4":
+        return mxfp4(parts(x[..., 1:], 4).flatten(1), x[..., 0])
+    if kind == "NVFP4":
+        # of 64 inputs: four scales, then the numbers of each
+        numbers = parts(x[..., 4:].unflatten(-1, (4, 8)), 4).flatten(1)
+        return Grouped(numbers, UE4M3[x[..., :4].int()].half().flatten(1), bits=4, values=MXFP4)
+    scales = halves(x[..., :2])[..., 0]
+    if kind == "Q8_0":
+        return Grouped(signed(x[..., 2:]).flatten(1), scales)
+    numbers = parts(x[..., -16:], 4).flatten(-2)
+    if kind == "IQ4_NL":
+        return Grouped(numbers.flatten(1), scales, bits=4, values=IQ4)
+    if kind[1] == "5":
+        # the fifth bits are in four bytes before the others
+        numbers |= parts(x[..., -20:-16], 1).transpose(-1, -2).flatten(-2) << 4
+    bits = 4 if kind[1] == "4" else 8
+    if kind[-1] == "1":
+        return Grouped(numbers.flatten(1), scales, bits=bits, lows=halves(x[..., 2:4])[..., 0])
+    zeros = torch.full(scales.shape, 8 if bits == 4 else 16, dtype=torch.uint8)
+    return Grouped(numbers.flatten(1), scales, zeros, bits=bits)
+
+
+def of_256(x: Tensor, kind: str) -> Grouped:
+    if kind in gguf_grids.SIZES:
+        numbers, scales, above = gguf_grids.of_grid(x, kind)
+        return nested(numbers, scales, 4, above)._replace(values=gguf_grids.table_of(kind))
+    if kind in ("Q4_K", "Q5_K"):
+        numbers = parts(x[..., -128:].unflatten(-1, (4, 32)), 4)
+        if kind == "Q5_K":
+            numbers |= parts(x[..., 16:48], 1).unflatten(-2, (4, 2)) << 4
+        # eight scales and eight lows of 6 bits
+        a, b, c = x[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+        scales = torch.cat((a & 63, c & 15 | a >> 6 << 4), -1)
+        lows = torch.cat((b & 63, c >> 4 | b >> 6 << 4), -1)
+        return nested(numbers, scales, 4 if kind == "Q4_K" else 8, halves(x[..., :4]), lows)
+    if kind[:2] == "TQ":
+        # 0 to 2 mean -1 to 1
+        numbers = parts(x[..., :-2].unflatten(-1, (2, -1)), 2)
+        if kind == "TQ1_0":
+            # five digits of 32 bytes, of 16, and four of the last four
+            digits = ((x[..., None, :-2] * POWERS[:, None]).int() * 3 >> 8).to(torch.uint8)
+            first, second, last = digits.split((32, 16, 4), -1)
+            both = first.flatten(-2), second.flatten(-2)
+            numbers = torch.cat((*both, last[..., :4, :].flatten(-2)), -1)
+        scales = halves(x[..., -2:])[..., 0]
+        return Grouped(numbers.flatten(1), scales, torch.ones_like(scales).byte(), bits=4)
+    if kind == "Q2_K":
+        numbers = parts(x[..., 16:80].unflatten(-1, (2, 32)), 2)
+        return nested(numbers, x[..., :16] & 15, 4, halves(x[..., 80:]), x[..., :16] >> 4)
+    if kind == "Q3_K":
+        numbers = parts(x[..., 32:96].unflatten(-1, (2, 32)), 2)
+        numbers |= parts(x[..., :32], 1).unflatten(-2, (2, 4)) << 2
+        low, high = parts(x[..., 96:104], 4), parts(x[..., 104:108], 2)
+        scales = signed(low.flatten(-2) | high.flatten(-2) << 4) - 32
+        return nested(numbers, scales, 4, halves(x[..., 108:]), zero=4)
+    if kind == "IQ4_XS":
+        numbers = parts(x[..., 8:].unflatten(-1, (8, 16)), 4)
+        # eight scales of 6 bits
+        low, high = parts(x[..., 4:8, None], 4), parts(x[..., 2:4, None], 2)
+        scales = signed(low.flatten(-3) | high.flatten(-3) << 4) - 32
+        found = nested(numbers, scales, 4, halves(x[..., :2]))
+        return found._replace(values=IQ4)
+    low = parts(x[..., :128].unflatten(-1, (2, 64)), 4).unflatten(-1, (2, 32)).flatten(-3, -2)
+    numbers = low | parts(x[..., 128:192].unflatten(-1, (2, 32)), 2) << 4
+    return nested(numbers, signed(x[..., 192:208]), 8, halves(x[..., 208:]), zero=32)
+
+
+def nested(numbers: Tensor, scales: Tensor, bits: int, above: Tensor, lows: Tensor | None = None,
+           zero: int = 0) -> Grouped:
+    """above: for each block, the scale of the scales, then that of the lows, which are subtracted.
+    zero: the zero of all groups."""
+    scales = scales.to(torch.int8).flatten(1)
+    zeros = torch.full(scales.shape, zero, dtype=torch.uint8) if zero else None
+    if lows is not None:
+        lows = -lows.to(torch.int8).flatten(1)
+    return Grouped(numbers.flatten(1), scales, zeros, None, bits, lows, above.unbind(-1))

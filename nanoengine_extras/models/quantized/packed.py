@@ -1,0 +1,282 @@
+"""A quantized weight as a kernel reads it: numbers and scales, in blocks of outputs.
+
+    header      24 int64: those of `Form`, and from the 16th on, a lookup table for 4-bit numbers:
+                16 values in float32; for sums in bfloat16, 16 such values twice
+    each block of outputs
+        scales of 256 inputs, in float16, where the scales of groups are multiplied by them
+        each group of inputs: a record
+            scales      of each output; then lows and zeros, where there are any
+            numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each. With
+                        AVX-512, numbers of 5 or 6 bits are in two places: first the 4 lower bits
+                        of all numbers, then their upper bits
+
+    weight = (number - zero) * scale + low          or table[number] * scale
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoengine_extras.cpu.memory import in_huge_pages
+from nanoengine_extras.cpu.products import MOST_WORDS
+from nanoengine_extras.cpu.vectors import LANES
+from nanoengine_extras.models.quantized.formulas import Grouped
+from nanoengine_extras.models.quantized.order import (
+    FLOAT8, HAS_TABLES, LOWER, UPPER, block_of, orders_of, place)
+
+# the numbers of a header, and the byte where its table begins
+HEADER, TABLE = 24, 8 * 16
+# how scales and lows are stored: as int8 times one in float16, in float16, in float32, or as a
+# power of two in a byte. The number modulo 3 is the logarithm of the size in bytes
+NESTED, HALF, FLOAT, EXPONENT = range(4)
+STORAGE = {torch.float16: HALF, torch.float32: FLOAT, torch.int8: NESTED,
+           torch.float8_e8m0fnu: EXPONENT}
+# the inputs of a super-block, whose groups' scales share one scale
+ABOVE = 256
+# an address is enough: arrays that kernels read have no end
+ANY = 2**40
+
+
+class Form(NamedTuple):
+    """The first numbers of a header.
+
+    bits: 4 or 8, those of a number before it is packed; the middle is half of their range.
+    group, record, head: inputs of a group, bytes of its record, and bytes before its numbers.
+    storage: how scales are stored; zero: the zero of all groups, unless they have_zeros.
+    nested: how many groups a super-block has; 0: there are no super-blocks.
+    begin, size: bytes of a block before the first record, and in all.
+    block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
+    width: the bits that a stored number needs: 4, 5, 6 or 8; FLOAT8. See LOWER in order.py.
+    has_table: whether numbers are only indices into a table.
+    """
+
+    bits: int
+    group: int
+    record: int
+    head: int
+    storage: int
+    has_zeros: int
+    has_lows: int
+    zero: int
+    nested: int
+    begin: int
+    size: int
+    block: int
+    by_sums: int
+    width: int
+    has_table: int
+
+
+def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
+    """Returns how many inputs are added: to whole groups, and to whole vectors of words."""
+    return -inputs % max(group, LANES * 4 // dtype.itemsize)
+
+
+def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
+         space: Callable[[int], Tensor] = in_huge_pages) -> Tensor | None:
+    """Returns a weight as bytes, or None if there is no such form of it.
+
+    by_sums: whether sums.py multiplies it; otherwise expanding.py. space: gives memory
+
+    Scales that are powers of two always use sums.py in bfloat16: the weight is the same, and small
+    batches are faster.
+    """
+    if weight.numbers.shape[1] * dtype.itemsize > 4 * MOST_WORDS:
+        return None
+    has_floats = weight.bits == 8 and weight.values is not None
+    if has_floats and (weight.numbers & 127 == 127).any():
+        # no number: kernels do not know it
+        return None
+    if weight.values is not None and not has_floats and not HAS_TABLES:
+        weight = weight.without_table()
+        if weight.values is not None:
+            return None
+    by_sums |= weight.scales.dtype == torch.float8_e8m0fnu and dtype == torch.bfloat16
+    by_sums &= not has_floats
+    table = table_of(None if has_floats else weight.values, dtype, by_sums)
+    if table is None:
+        return None
+    block = block_of(dtype, by_sums)
+    outputs, inputs = weight.numbers.shape
+    size = weight.group_size()
+    group = next((each for each in (128, 64, 32, 16) if size and size % each == 0), 0)
+    scales, lows = in_half(weight.scales, weight.lows)
+    storage = STORAGE.get(scales.dtype, FLOAT)
+    if storage == FLOAT:
+        scales = scales.float()
+        # with more bits, products in float32 would not be exact
+        if weight.values is None and (scales.view(torch.int32) & 2**weight.width() - 1).any():
+            return None
+    # a scale can be missing
+    if not group or -(-inputs // size) != scales.shape[1]:
+        return None
+    more = padding(inputs, group, dtype), -outputs % block
+
+    def in_blocks(x: Tensor, columns: int) -> Tensor:
+        """(outputs, columns) to bytes: (blocks, columns, outputs of a block)."""
+        # a power of two cannot be 0
+        x = x.view(torch.uint8) if x.element_size() == 1 else x
+        x = F.pad(x, (0, columns - x.shape[1], 0, more[1])).unflatten(0, (-1, block))
+        return x.transpose(1, 2).contiguous().view(torch.uint8)
+
+    groups = (inputs + more[0]) // group
+    zero = weight.zero()
+    middle = 2 ** (weight.bits - 1)
+    # what is added to all numbers
+    added = weight.middle()
+    least, most = (int(each) + added for each in weight.numbers.aminmax())
+    if weight.values is not None:
+        # nothing is added to the weights of a group: see `group_and_shift` in sums.py
+        zero = middle if by_sums else 0
+    elif by_sums and isinstance(zero, int) and -middle <= least - zero <= most - zero < middle:
+        # the one zero of all groups is moved to the middle, where all numbers fit
+        added += middle - zero
+        least, most, zero = least + middle - zero, most + middle - zero, middle
+    width = FLOAT8 if has_floats else weight.bits
+    # the one zero of all groups can be moved, where something is added to weights anyway
+    can_move = HAS_TABLES and isinstance(zero, int) and by_sums == (lows is not None)
+    widths, moved = (6, 5) if HAS_TABLES else (6,), 0
+    for few in widths if width == 8 else ():
+        first = middle - 2 ** (few - 1) if by_sums else 0
+        move = first - least if can_move else 0
+        fits = first <= least + move <= most + move < first + 2**few
+        # the zero times a scale of 18 bits must be exact
+        fits &= by_sums or not move or abs(int(zero) + move) <= 64
+        # the upper bits of an output's group fill whole words
+        if fits and group * UPPER[few] % 32 == 0:
+            width, moved = few, move
+    added, zero = added + moved, zero + moved
+    # expanding.py adds either lows or zeros; to numbers of 8 bits, a difference
+    if lows is not None and not by_sums and (zero != 0 or width == 8 and (
+            weight.above or not is_exact(lows.double() - 256 * scales.double()))):
+        return None
+    heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
+    if isinstance(zero, Tensor):
+        heads.append((zero.to(torch.int16) - 128).to(torch.int8))
+    heads = [in_blocks(each.repeat_interleave(size // group, 1), groups) for each in heads]
+    above = [in_blocks(each, each.shape[1]) for each in weight.above]
+    begin = sum(each[0].numel() for each in above)
+    head = sum(each.shape[2] for each in heads)
+    record = head + block * group * (LOWER[width] + UPPER[width]) // 8
+    form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
+                lows is not None, 0 if isinstance(zero, Tensor) else zero,
+                ABOVE // group if above else 0, begin, begin + groups * record, block,
+                by_sums, width, weight.values is not None)
+    blocks = (outputs + more[1]) // block
+    packed = space(8 * HEADER + blocks * form.size)
+    packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
+    packed[TABLE:8 * HEADER] = table.view(torch.uint8)
+    written = packed[8 * HEADER:].view(blocks, form.size)
+    if above:
+        written[:, :begin] = torch.cat(above, 2).flatten(1)
+    records = written[:, begin:].unflatten(1, (groups, record))
+    records[:, :, :head] = torch.cat(heads, 2)
+    added += middle if by_sums else 0
+    below = 0
+    for bits, order in orders_of(group, width, dtype, by_sums):
+        end = head + block * group * bits // 8
+        place(weight.numbers, order, records[:, :, head:end], group, added, below)
+        head, below = end, below + bits
+    return packed
+
+
+def in_half(scales: Tensor, lows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns scales and lows in float16, if it has all these numbers; otherwise, as they are."""
+    def fits(numbers: Tensor) -> bool:
+        # as bits, since a comparison can take the smallest numbers for 0
+        halves, floats = (each.float().view(torch.int32) for each in (numbers.half(), numbers))
+        return torch.equal(halves, floats)
+
+    is_wide = scales.dtype in (torch.bfloat16, torch.float32)
+    if is_wide and fits(scales) and (lows is None or fits(lows)):
+        return scales.half(), None if lows is None else lows.half()
+    return scales, lows
+
+
+def is_exact(numbers: Tensor) -> bool:
+    """Whether float32 has these numbers."""
+    return torch.equal(numbers.float().double(), numbers)
+
+
+def table_of(values: Tensor | None, dtype: torch.dtype, by_sums: bool) -> Tensor | None:
+    """Returns the lookup table of stored 4-bit numbers, or None if the dtype of sums cannot
+    represent it. values: the table of the numbers; None: they are the values"""
+    numbers = torch.arange(16, dtype=torch.float32, device="cpu")
+    if not by_sums:
+        return numbers if values is None else values
+    # a stored number is the number minus 8, with a sign
+    table = (numbers - 8 if values is None else values).roll(8)
+    if dtype == torch.float32:
+        return table
+    halves = table.bfloat16()
+    return halves.repeat(2) if torch.equal(halves.float(), table) else None
+
+
+def form_of(packed: Tensor) -> Form:
+    return Form(*packed[:8 * len(Form._fields)].view(torch.int64).tolist())
+
+
+def blocks_of(packed: Tensor) -> int:
+    return (len(packed) - 8 * HEADER) // form_of(packed).size
+
+
+@functools.cache
+def places(form: Form, dtype: torch.dtype) -> list[tuple[int, Tensor, Tensor]]:
+    """Returns where the parts of a group's numbers are: see `orders_of`. Of each part: how many
+    bits it has, its byte in a record, and its first bit in that byte; the last two are (outputs of
+    a block, inputs)."""
+    found, begin = [], form.head
+    for bits, order in orders_of(form.group, form.width, dtype, bool(form.by_sums)):
+        first = bits * order.argsort().view(form.block, -1)
+        found.append((bits, begin + first // 8, (first % 8).to(torch.uint8)))
+        begin += len(order) * bits // 8
+    return found
+
+
+def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Returns rows of a weight, (ids, inputs), in float32. dtype: for which it was packed."""
+    form = form_of(packed)
+    block = form.block
+    blocks, own = ids // block, ids % block
+    data = packed[8 * HEADER:].view(-1, form.size)
+    records = data[:, form.begin:].unflatten(1, (-1, form.record))
+    groups = torch.arange(records.shape[1], device="cpu")
+    size = 1 << form.storage % 3
+    kind = next(kind for kind, storage in STORAGE.items() if storage == form.storage)
+
+    def find(records: Tensor, first: int, size: int, kind: torch.dtype) -> Tensor:
+        at = first + size * own[:, None] + torch.arange(size, device="cpu")
+        rows = groups[None, :records.shape[1], None]
+        return records[blocks[:, None, None], rows, at[:, None]].view(kind).float()
+
+    found, width = torch.zeros((), dtype=torch.uint8, device="cpu"), 0
+    for bits, byte, shift in places(form, dtype):
+        part = records[blocks[:, None, None], groups[None, :, None], byte[own][:, None]]
+        found = found | (part >> shift[own][:, None] & 2**bits - 1) << width
+        width += bits
+    if form.width == FLOAT8:
+        weight = found.view(torch.float8_e4m3fn).float()
+    elif form.has_table:
+        table = packed[TABLE:8 * HEADER].view(dtype if form.by_sums else torch.float32)
+        weight = table[found.int()].float()
+    else:
+        # with sums, numbers minus the middle are stored, with a sign
+        half, middle = (2 ** (width - 1), 2 ** (form.bits - 1)) if form.by_sums else (0, 0)
+        weight = (found ^ half).float() + (middle - half - form.zero)
+    scales = find(records, 0, size, kind)
+    lows = find(records, size * block, size, kind) if form.has_lows else None
+    if form.nested:
+        above = data[:, :form.begin].unflatten(1, (groups.numel() // form.nested, -1))
+        scales *= find(above, 0, 2, torch.float16).repeat_interleave(form.nested, 1)
+        if lows is not None:
+            lows *= find(above, 2 * block, 2, torch.float16).repeat_interleave(form.nested, 1)
+    if form.has_zeros:
+        weight -= find(records, size * block * (1 + form.has_lows), 1, torch.int8) + 128
+    weight *= scales
+    if lows is not None:
+        weight += lows
+    return weight.flatten(1)[:, :inputs]

@@ -1,0 +1,159 @@
+"""Products with a packed weight (packed.py), whose numbers are expanded into weights on the fly.
+
+    few rows, on registers of AVX-512      some words are expanded and multiplied at once
+    more rows, on tiles, with AVX2         a slice is expanded into the L1 cache, and multiplied
+                                           as `nanoengine_extras/cpu/products.py` does it
+
+A result has the same bits as the product with a weight that was dequantized first, and rounded to
+the dtype of the rows.
+"""
+
+import numpy as np
+
+from nanoengine_extras.cpu.products import BLOCK, SLICE, STEP, add_step
+from nanoengine_extras.cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack
+from nanoengine_extras.models.quantized.expanding import (
+    COLUMNS, FEW, SCALES, SOON, add_weights, find_upper, open_scales, store_weights, table_of)
+from nanoengine_extras.models.quantized.order import FLOAT8, HAS_TABLES, LOWER, UPPER
+from nanoengine_extras.models.quantized.packed import ANY, HEADER
+
+# sums of two vectors of outputs
+HELD = 2 * FEW * LANES
+# the scales of a group of a block
+OPEN = COLUMNS * SCALES
+
+
+@inlined()
+def expand_groups(part, number, first, depth, lines, block_size, width, per_word):
+    """Expands words `first` to `first` + `depth` of a block."""
+    (_, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
+     size) = numbers_at(part, 11)
+    at = part + 8 * HEADER + number * size
+    data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
+    scales = array_at(stack(OPEN), OPEN, np.float32)
+    kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
+    step = group // per_word
+    for n in range(first // step, (first + depth) // step):
+        place = begin + n * record
+        numbers = (place + head) // 4
+        above = n // max(1, nested) * 2 * block_size * (1 + has_lows)
+        open_scales(data, place, above, kind, width, block_size, per_word, scales)
+        for v in range(0, group, 32 // LOWER[width]):
+            to = (n * step - first + v // per_word) * block_size
+            packed = numbers + v * LOWER[width] // 32 * block_size
+            upper, shift = find_upper(numbers, v, group, block_size, width)
+            for c in range(0, block_size, LANES):
+                store_weights(lines, to + c, block_size, words, packed + c, upper + c, shift, table,
+                              scales[SCALES // LANES * c:], width, per_word)
+    # where the next words lie, and how many of them each word in a row needs
+    bits = LOWER[width] + UPPER[width]
+    return at + begin + (first + depth) // step * record, block_size * bits // 16
+
+
+@inlined()
+def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, count):
+    """Adds products of `count` rows, a constant, with a whole block of 64 outputs to their sums."""
+    (_, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
+     size) = numbers_at(part, 11)
+    at = part + 8 * HEADER + number * size
+    data, words = array_at(at, ANY, np.uint8), array_at(at, ANY, np.uint32)
+    scales = array_at(stack(OPEN), OPEN, np.float32)
+    kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
+    step = group // per_word
+    across = COLUMNS if count == 1 else 2
+    for n in range(size_of_row // step):
+        place = begin + n * record
+        numbers = (place + head) // 4
+        above = n // max(1, nested) * 2 * BLOCK * (1 + has_lows)
+        open_scales(data, place, above, kind, width, BLOCK, per_word, scales)
+        for c in range(0, BLOCK, across * LANES):
+            # registers: all places are constants
+            held = stack(HELD)
+            space = array_at(held, HELD, np.float32)
+            for i in range(across):
+                copy_rows(sums[c + i * LANES:], BLOCK, space[i * count * LANES:], LANES, count, 1)
+            own = scales[SCALES // LANES * c:]
+            for v in range(0, group, 32 // LOWER[width]):
+                here = rows[n * step + v // per_word:]
+                packed = numbers + v * LOWER[width] // 32 * BLOCK + c
+                upper, shift = find_upper(numbers, v, group, BLOCK, width)
+                for i in range(0, across * LANES, LANES):
+                    prefetch(words, packed + i + SOON)
+                    if UPPER[width]:
+                        prefetch(words, upper + c + i + SOON)
+                add_weights(here, line, words, packed, upper + c, shift, table, own, held, width,
+                            per_word, count)
+            for i in range(across):
+                copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
+
+
+# One function is compiled for each width: 4, 5, 6 and 8 bits. FP8 has kernels of its own, which
+# need only one function.
+
+
+@inlined(inline="always")
+def expand(part, number, first, depth, lines, block_size, per_word):
+    width = numbers_at(part, 14)[13]
+    if width == 8:
+        return expand_groups(part, number, first, depth, lines, block_size, 8, per_word)
+    if width == 6:
+        return expand_groups(part, number, first, depth, lines, block_size, 6, per_word)
+    if HAS_TABLES and width == 5:
+        return expand_groups(part, number, first, depth, lines, block_size, 5, per_word)
+    return expand_groups(part, number, first, depth, lines, block_size, 4, per_word)
+
+
+@inlined(inline="always")
+def expand_floats(part, number, first, depth, lines, block_size, per_word):
+    return expand_groups(part, number, first, depth, lines, block_size, FLOAT8, per_word)
+
+
+@inlined(inline="always")
+def add_floats(part, number, rows, line, size_of_row, sums, per_word, count):
+    add_groups(part, number, rows, line, size_of_row, sums, FLOAT8, per_word, count)
+
+
+@inlined(inline="always")
+def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
+    width = numbers_at(part, 14)[13]
+    if width == 8:
+        add_groups(part, number, rows, line, size_of_row, sums, 8, per_word, count)
+    elif width == 6:
+        add_groups(part, number, rows, line, size_of_row, sums, 6, per_word, count)
+    elif HAS_TABLES and width == 5:
+        add_groups(part, number, rows, line, size_of_row, sums, 5, per_word, count)
+    else:
+        add_groups(part, number, rows, line, size_of_row, sums, 4, per_word, count)
+
+
+@inlined(inline="always")
+def add_few(add, part, number, rows, line, size_of_row, sums, per_word, size):
+    """Adds products of up to FEW rows with a block of the weight to their sums.
+
+    add: `add_count` or `add_floats`
+    """
+    if size == 1:
+        add(part, number, rows, line, size_of_row, sums, per_word, 1)
+    elif size == 2:
+        add(part, number, rows, line, size_of_row, sums, per_word, 2)
+    else:
+        add(part, number, rows, line, size_of_row, sums, per_word, FEW)
+
+
+@inlined(inline="always")
+def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_tiles, per_word):
+    """The same for any number of rows: slice by slice. open_slice: `expand` or `expand_floats`"""
+    size, block_size = sums.shape
+    step = 2 * LANES if on_tiles else STEP
+    stride = 4 if size in (7, 8) and not on_tiles else step
+    most_depth = SLICE // block_size
+    for first in range(0, size_of_row, most_depth):
+        depth = min(most_depth, size_of_row - first)
+        after, asked = open_slice(part, number, first, depth, lines, block_size, per_word)
+        # each step of the rows asks for a share of the next slice
+        asked = -(-asked // -(-size // stride))
+        ahead = (after - np.int64(lines.ctypes.data)) // 4
+        for r in range(0, size, stride):
+            piece = 0, depth, ahead + r // stride * asked * depth, asked
+            add_step(rows[r * line + first:], line, lines, piece, sums[r:], min(size - r, stride),
+                     on_tiles, per_word)

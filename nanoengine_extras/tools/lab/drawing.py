@@ -1,0 +1,139 @@
+"""Pictures of a trace, and of the figures of several runs, drawn with matplotlib.
+
+A trace is what `LLM(model, trace=True)` keeps, so a run of your own can be drawn too:
+
+    from nanoengine_extras.tools.lab.drawing import draw_timeline, write_perfetto
+    from nanoengine import LLM, SamplingParams
+
+    llm = LLM("models/tiny-qwen3", trace=True, num_kv_blocks=8)
+    llm.generate(["Once upon a time"] * 20, SamplingParams(max_tokens=200, ignore_eos=True))
+    draw_timeline(llm.trace, "steps.png", llm.config.block_size)
+    write_perfetto(llm.trace, "steps.json")    # opens in https://ui.perfetto.dev
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .figures import Runs, Step, blocks_of, phase_of, spans
+
+STATES = {"waiting": "#d9d9d9", "prefill": "#3b6fb6", "decode": "#74b66b", "paused": "#d5ecd0",
+          "preempted": "#e8853a", "swapped": "#8e63a8"}
+BLOCKS = {"used": "#3b6fb6", "held, but empty": "#b6453b", "free, cached": "#a8c6ea",
+          "free, blank": "#f2f2f2"}
+CHARTS = ("output_tokens_per_second", "mean_batch", "first_token_ms", "per_token_ms",
+          "num_preemptions", "kv_waste_percent")
+
+
+def lanes(trace: list[Step]) -> dict[str, list[tuple[float, float, str]]]:
+    """Returns what each completion did from its arrival on: (start, end, one of STATES).
+
+    Paused: the completion holds its blocks, but the step is for others.
+    """
+    found: dict[Any, list[tuple[float, float, str]]] = {}
+    since: dict[Any, tuple[float, str]] = {}  # the current state of each: since when, and which
+    begin = before = trace[0].started
+    for start, end, record in spans(trace):
+        for seq, mode in record.batch.preempted:
+            since[seq] = (before, "swapped" if mode == "swap" else "preempted")
+        for seq, num_tokens in zip(record.batch.sequences, record.batch.num_tokens):
+            metrics = seq.kept.get("metrics")
+            arrival = max(begin, metrics.arrival_time) if metrics and seq.index == 0 else start
+            left, state = since.get(seq, (min(arrival, before), "waiting"))
+            lane = found.setdefault(seq, [])
+            if left < before:
+                lane.append((left, before, state))
+            decodes = num_tokens == 1 and state == "paused"
+            lane.append((before, end, "decode" if decodes else "prefill"))
+            since[seq] = (end, "paused")
+        before = end
+    return {f"{seq.request_id}.{seq.index}": lane for seq, lane in found.items()}
+
+
+def draw_timeline(trace: list[Step], path: str | Path, block_size: int) -> None:
+    """Draws over time: a lane for each completion, the KV blocks, and the batch."""
+    from matplotlib.figure import Figure
+    rows = list(lanes(trace).values())
+    height = min(9.0, 1.2 + 0.16 * len(rows))
+    figure = Figure(figsize=(13, height + 3.6), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[height, 2.0, 1.3])
+    begin = trace[0].started
+    for name, colour in STATES.items():
+        bars = [(row, start - begin, end - begin) for row, lane in enumerate(rows)
+                for start, end, state in lane if state == name]
+        top.hlines(*np.reshape(bars, (-1, 3)).T, colour, lw=50 * height / len(rows), label=name)
+    top.set(ylabel="requests, in order of admission", ylim=(len(rows) - 0.3, -0.7))
+
+    records = [trace[0], *trace]  # the state that each step left, from the end of the one before
+    times = [0.0, *(record.ended - begin for record in trace)]
+    used, empty, cached, free = np.array([blocks_of(each, block_size) for each in records]).T
+    middle.stackplot(times, used - empty, empty, cached, free - cached, step="pre",
+                     labels=list(BLOCKS), colors=list(BLOCKS.values()))
+    middle.set(ylabel="KV blocks", ylim=(0, used[0] + free[0]))
+    in_step = [len(record.batch) for record in records]
+    running = [record.metrics["num_requests_running"] for record in records]
+    bottom.step(times, in_step, where="pre", color="#74b66b", label="in the step")
+    bottom.step(times, running, where="pre", color="#444", linewidth=0.8, label="running")
+    bottom.set(xlabel="seconds", ylabel="sequences", ylim=(0, None), xlim=(0, times[-1]))
+    for axis in (top, middle, bottom):
+        axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=6, frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def write_perfetto(trace: list[Step], path: str | Path) -> None:
+    """Writes lanes, steps and blocks in the Chrome trace format, times in microseconds."""
+    begin = trace[0].started
+    events: list[dict[str, Any]] = []
+
+    def add(kind: str, group: int, lane: int, name: str, time: float = begin, **more: Any) -> None:
+        events.append({"ph": kind, "pid": group, "tid": lane, "name": name,
+                       "ts": 1e6 * (time - begin), **more})
+
+    add("M", 1, 0, "process_name", args={"name": "requests"})
+    add("M", 2, 0, "process_name", args={"name": "engine"})
+    for number, (name, lane) in enumerate(lanes(trace).items()):
+        add("M", 1, number, "thread_name", args={"name": f"request {name}"})
+        for start, end, state in lane:
+            add("X", 1, number, state, start, dur=1e6 * (end - start))
+    for start, end, record in spans(trace):
+        sizes = {"sequences": len(record.batch), "tokens": sum(record.batch.num_tokens)}
+        copies = {name: len(blocks) for name, blocks in vars(record.batch.copies).items()}
+        add("X", 2, 0, phase_of(record), start, dur=1e6 * (end - start), args=sizes | copies)
+        blocks = {name: record.metrics[f"num_blocks_{name}"] for name in ("used", "cached", "free")}
+        add("C", 2, 0, "KV blocks", end, args=blocks)
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def draw_comparison(runs: Runs, path: Path) -> None:
+    """Draws six small charts with a bar for each variant: its median, and its spread as a line."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(13, 5.6), layout="constrained")
+    for axis, name in zip(figure.subplots(2, 3).flat, CHARTS):
+        values = [[run[name] for run in found] for found in runs.values()]
+        low, middle, high = np.percentile(values, [0, 50, 100], axis=1)
+        bars = axis.bar(list(runs), middle, yerr=[middle - low, high - middle], color="#3b6fb6")
+        axis.bar_label(bars, fmt="{:,.1f}", padding=2)
+        axis.set(title=name.replace("_", " "), ylim=(0, 1.15 * max(high) or 1))
+        axis.tick_params(axis="x", rotation=20 if len(runs) > 3 else 0)
+    figure.savefig(path, dpi=110)
+
+
+def draw_grid(steps: list[dict[str, float]], prompts: list[dict[str, float]], path: Path) -> None:
+    """Draws the time of a decode step over its batch, a line for each context, and the time of a
+    prompt over its length. Limits are dashed."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    lines = [(left, "batch", [step for step in steps if step["context"] == context], context)
+             for context in dict.fromkeys(step["context"] for step in steps)]
+    for axis, name, found, label in [*lines, (right, "context", prompts, None)]:
+        sizes, times, limits = np.array(
+            [(step[name], step["ms"], step["limit_ms"]) for step in found]).reshape(-1, 3).T
+        line, = axis.loglog(sizes, times, "o-", label=label)
+        axis.loglog(sizes, limits, "--", color=line.get_color())
+    left.set(xlabel="sequences", ylabel="ms of a decode step; dashed: its limit")
+    left.legend(title="tokens of context")
+    right.set(xlabel="tokens of a prompt", ylabel="ms of the prompt; dashed: its limit")
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,221 @@
+"""Tools in OpenAI's format: the choices of a client, and the calls in an answer.
+
+Tools go to the chat template, which tells the model about them. The model writes its calls as
+text. `--tool-call-parser hermes` of serve.py and batch.py finds them there, in the format of
+Hermes, Qwen2.5 and Qwen3:
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Rome"}}
+    </tool_call>
+
+A client gets them as `tool_calls`, with "tool_calls" in place of "stop" as `finish_reason`. A
+stream sends each call as a whole, as soon as it is complete. Everything else stays text.
+
+Where `tool_choice` is "required" or names a function, a grammar makes the model write calls in this
+format and nothing else, with arguments that match the function's `parameters`. A client gets them
+as `tool_calls` without --tool-call-parser, too.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from re import finditer
+from typing import Any
+
+from nanoengine.features import extension
+
+BEGIN = "<tool_call>"
+END = "</tool_call>"
+
+
+def check(body: dict[str, Any]) -> None:
+    """Raises ValueError for tools that are not OpenAI's, and for a choice that is not among them.
+
+    body: of a chat. "auto" lets the model decide whether it calls any; "required" makes it call at
+        least one of the tools, {"type": "function", "function": {"name": …}} makes it call this one
+        once.
+    """
+    tools = body.get("tools", [])
+    if not isinstance(tools, list) or not all(
+            isinstance(tool, dict) and tool.get("type") == "function" for tool in tools):
+        raise ValueError('tools must be a list of {"type": "function", "function": …}')
+    if not isinstance(body.get("parallel_tool_calls", True), bool):
+        raise ValueError("parallel_tool_calls must be true or false")
+    choice = body.get("tool_choice", "none")
+    if choice == "none" or choice == "auto" and tools:
+        return
+    schemas = schemas_of(tools)
+    if choice == "required" and len(schemas) == len(tools) > 0:
+        return
+    if named(choice) not in schemas:
+        known = f": {', '.join(schemas)}" if schemas else ""
+        raise ValueError(
+            f"tool_choice={choice!r} is not supported: it must be 'none'; or, with tools, 'auto', "
+            "'required' (if each has its own name), or {'type': 'function', 'function': "
+            f"{{'name': …}}}} with one of their names{known}")
+
+
+def named(choice: Any) -> str | None:
+    """Returns the name of the function that a tool_choice asks for."""
+    match choice:
+        case {"type": "function", "function": {"name": str(name), **others}} if not others:
+            return name
+    return None
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the schema of the arguments of each tool that has a name."""
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    # a function without `parameters` takes no arguments
+    return {each["name"]: each.get("parameters") or {"properties": {}} for each in functions
+            if isinstance(each.get("name"), str) and each["name"]}
+
+
+def read(body: Any, given: dict[str, Any]) -> None:
+    """Checks the tools of a chat, and makes a model write the calls that are required.
+
+    body: its `params` are already set. given: the object that the client has sent.
+
+    Raises ValueError, also for parameters of a function that no grammar can enforce.
+    """
+    check(given)
+    choice = given.get("tool_choice", "auto")
+    if choice in ("none", "auto"):
+        return
+    if body.params.structured_outputs is not None:
+        raise ValueError(f"tool_choice={choice!r} is not accepted together with response_format or "
+                         "structured_outputs: leave one of them out")
+    schemas = schemas_of(given["tools"])
+    name = named(choice)
+    is_one = name is not None or given.get("parallel_tool_calls") is False
+    wanted = {"structural_tag": calls_of({name: schemas[name]} if name else schemas, is_one)}
+    grammars = extension("sampling.structured_outputs", "tool_choice")
+    body.params.structured_outputs = grammars.check("tools", wanted)
+    find(body, given)
+
+
+def calls_of(schemas: dict[str, Any], is_one: bool) -> dict[str, Any]:
+    """Returns the structural tag of calls of some functions, or of one call."""
+    tags = []
+    for name, schema in schemas.items():
+        if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+            raise ValueError(f"tools: parameters of {name} must be the JSON schema of an object")
+        begin = f'{BEGIN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
+        content = {"type": "json_schema", "json_schema": {**schema, "type": "object"}}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": f"}}\n{END}"})
+    return {"type": "structural_tag", "format": {
+        "type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True,
+        "stop_after_first": is_one}}
+
+
+def call_of(text: str) -> dict[str, str] | None:
+    """Returns the function and the arguments of the call in a text between the two tags; None if it
+    is not a call."""
+    try:
+        found = json.loads(text)
+        arguments = json.dumps(found.get("arguments", {}), ensure_ascii=False, allow_nan=False)
+        name = found["name"]
+        # half a surrogate pair cannot be sent
+        (name + arguments).encode()
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    is_call = name and arguments.startswith("{")
+    return {"name": name, "arguments": arguments} if is_call else None
+
+
+def first_call(text: str, is_whole: bool) -> tuple[dict[str, str] | None, str]:
+    """Returns the call at the start of a text, and the text after it. The end tag can be missing at
+    the end of an answer, and it can occur in a JSON string."""
+    ends = [match.start() for match in finditer(END, text)] + [len(text)] * is_whole
+    calls = ((call_of(text[:end]), text[end + len(END):]) for end in ends)
+    return next((found for found in calls if found[0]), (None, text))
+
+
+def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]]]:
+    """Returns a text without its calls, and the calls.
+
+    Both only grow with the text: what can still become a call, or a space before one, is left out
+    until the text is whole.
+    """
+    content, calls, _ = split(text, is_whole)
+    return content if is_whole and not calls else content.rstrip(), calls
+
+
+def split(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]], str]:
+    """Returns a text without its calls, the calls, and the rest, which can still become a call. If
+    the text is whole, there is no rest."""
+    content = ""
+    calls = []
+    while BEGIN in text:
+        before, _, rest = text.partition(BEGIN)
+        call, after = first_call(rest, is_whole)
+        if call:
+            calls.append(call)
+        elif not is_whole:
+            return content + before, calls, BEGIN + rest
+        content += before if call else before + BEGIN
+        text = after
+    num_held = max(size for size in range(len(BEGIN)) if text.endswith(BEGIN[:size]))
+    end = len(text) if is_whole else len(text) - num_held
+    return content + text[:end], calls, text[end:]
+
+
+class ToolCalls:
+    """The calls in one answer. An event costs what is new in it, not what has been sent.
+
+    most: how many it may have; None for any number. reason: the finish_reason after calls.
+    held: the end of the text of each choice that the client has not received: what can still become
+        a call, and spaces before a call. num_calls: how many calls it has received.
+    """
+
+    def __init__(self, name: str, most: int | None = None, reason: str = "tool_calls") -> None:
+        self.name = name
+        self.most = most
+        self.reason = reason
+        self.held = defaultdict[int, str](str)
+        self.num_calls = defaultdict[int, int](int)
+
+    def edit(self, choices: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields the choices of a whole answer, or of an event, with calls in place of their text.
+        A choice of an event with nothing new is left out."""
+        for choice in choices:
+            index = choice["index"]
+            message = choice.get("delta") or choice["message"]
+            held = self.held[index]
+            text = held + message["content"]
+            is_whole = choice["finish_reason"] is not None
+            # without another end tag, a call that has begun stays incomplete
+            is_open = BEGIN in held and END not in text[max(0, len(held) - len(END) + 1):]
+            content, calls, rest = (
+                split(text, is_whole) if is_whole or not is_open else ("", [], text))
+            for call in calls:
+                number = self.num_calls[index]
+                if number == self.most:
+                    break
+                self.num_calls[index] += 1
+                # only in events
+                place = {"index": number} if "delta" in choice else {}
+                message.setdefault("tool_calls", []).append(place | {
+                    "id": f"call_{self.name}_{index}_{number}", "type": "function",
+                    "function": call})
+            has_calls = self.num_calls[index] > 0
+            new = content if is_whole and not has_calls else content.rstrip()
+            self.held[index] = content[len(new):] + rest
+            message["content"] = new or (None if has_calls else "")
+            if has_calls and choice["finish_reason"] == "stop":
+                choice["finish_reason"] = self.reason
+            is_new = len(message) > 1 or message["content"] or choice["logprobs"]
+            if is_new or choice["finish_reason"]:
+                yield choice
+
+
+def find(body: Any, given: dict[str, Any]) -> None:
+    """Lets the answer to a body contain calls, if the body allows them."""
+    choice = given.get("tool_choice")
+    if given.get("tools") and choice != "none":
+        # the tags can be special tokens
+        body.params.skip_special_tokens = False
+        most = 1 if given.get("parallel_tool_calls") is False else None
+        # OpenAI's reason after a call that the client has named
+        reason = "stop" if isinstance(choice, dict) else "tool_calls"
+        body.edit = ToolCalls(body.name, most, reason).edit
