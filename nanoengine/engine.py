@@ -55,7 +55,8 @@ class Engine:
         self.features = features
         self.scheduler = Scheduler(make_block_manager(config, runner), config)
         if config.speculation != "none":
-            self.launcher = guesser = extension("sampling.speculation").Speculation(config, runner, features)
+            speculation = extension("sampling.speculation")
+            self.launcher = guesser = speculation.Speculation(config, runner, features)
             # steps whose tokens are already known come first
             self.scheduler.fill = guesser.around(self.scheduler.fill)
         # a policy can also be an observer; no class of a user has this name

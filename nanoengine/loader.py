@@ -33,7 +33,8 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     folder = Path(model).expanduser().absolute()
     files = [folder, *(weight_files(folder) or folder.glob("*"))]
     if any(file.suffix.lower() == ".gguf" for file in files):
-        return extension("models.quantized", f"{name}={str(model)!r}").as_folder(folder, config, name)
+        quantized = extension("models.quantized", f"{name}={str(model)!r}")
+        return quantized.as_folder(folder, config, name)
     if folder.is_dir():
         return folder
     hub = extension("models.hub", f"{name}={str(model)!r}, which is not a folder,")
@@ -55,7 +56,8 @@ def load_config(folder: Path, load_format: str = "dummy",
         # not the architecture: EXAONE's config.json may name Llama's
         known = config.model_type in FAMILIES
         if model_impl == "transformers" or model_impl == "auto" and not known:
-            return extension("models.transformers_models", str(config.architectures)).describe(config)
+            return extension(
+                "models.transformers_models", str(config.architectures)).describe(config)
         if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)

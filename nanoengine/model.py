@@ -73,9 +73,9 @@ class Decoder(nn.Module):
             layer.self_attn.cache = cache
             layer.self_attn.backend = backend
 
-    # nanoengine_extras.cpu.optimize replaces this forward with one that runs many layers in one call.
-    # nanoengine_extras.gpu.optimize replaces it, too: each residual sum is fused into the norm that
-    # follows it
+    # nanoengine_extras.cpu.optimize replaces this forward with one that runs many layers in one
+    # call. nanoengine_extras.gpu.optimize replaces it, too: each residual sum is fused into the
+    # norm that follows it
     def forward(self, token_ids: Tensor, step: StepInputs) -> Tensor:
         """Computes the T tokens of the step, and writes their K and V to the cache.
 
@@ -130,9 +130,9 @@ class Attention(nn.Module):
         self.k_norm = head_norm(self.head_dim, config.rms_norm_eps)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias)
 
-    # nanoengine_extras.cpu.optimize replaces this forward: one kernel norms the heads, rotates them,
-    # writes K and V, and computes attention. nanoengine_extras.gpu.optimize replaces it, too: its kernel
-    # does all of this except attention
+    # nanoengine_extras.cpu.optimize replaces this forward: one kernel norms the heads, rotates
+    # them, writes K and V, and computes attention. nanoengine_extras.gpu.optimize replaces it, too:
+    # its kernel does all of this except attention
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         """From (T, hidden_size) to (rows, hidden_size).
 
@@ -172,8 +172,8 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_up_proj(x)))
 
 
-# nanoengine_extras.cpu.optimize packs the weights of this and of every other nn.Linear, and replaces the
-# forward
+# nanoengine_extras.cpu.optimize packs the weights of this and of every other nn.Linear, and
+# replaces the forward
 class FusedLinear(nn.Linear):
     """Several projections of one input as one product. parts: how many rows of the weight belong to
     each projection, by name."""

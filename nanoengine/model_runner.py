@@ -132,8 +132,8 @@ class ModelRunner:
                 self.graphs.capture(self)
 
     def measure_free_bytes(self) -> int:
-        """Returns the bytes for the KV cache: see nanoengine_extras/running/memory.py; without it, 1
-        GiB."""
+        """Returns the bytes for the KV cache: see nanoengine_extras/running/memory.py; without it,
+        1 GiB."""
         if is_installed("running.memory"):
             return extension("running.memory").free_bytes(self)
         return 2**30

@@ -1,8 +1,9 @@
 """Policies for batching, queue order, preemption and memory. Each is a small function with a name
 in a table; you can pass your own function instead of a name.
 
-nanoengine_extras/running/policies.py adds more names to these tables when a name is not found there. A
-policy of your own that never runs a sequence would hang the engine, so guards.py raises an error.
+nanoengine_extras/running/policies.py adds more names to these tables when a name is not found
+there. A policy of your own that never runs a sequence would hang the engine, so guards.py raises an
+error.
 """
 
 from collections.abc import Callable

@@ -68,7 +68,8 @@ class RequestOutput:
     outputs: a `CompletionOutput` for each completion.
     finished: whether all completions have ended.
     num_cached_tokens: how many tokens of the prompt came from the prefix cache; metrics.py sets it.
-    metrics: the timings of this request, a `RequestMetrics`: see nanoengine_extras/running/metrics.py.
+    metrics: the timings of this request, a `RequestMetrics`: see
+        nanoengine_extras/running/metrics.py.
     index: which of the call's prompts it is, from 0.
     prompt_logprobs: for each token of the prompt, a dict as in `CompletionOutput.logprobs`, and
         None for the first token. None instead of the list if it was not asked for, or if the

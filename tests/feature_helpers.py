@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from nanoengine.features import OBSERVERS, asked_by
 from nanoengine.observers import Features
 
-EDITORS = ("constraints", "structured_outputs", "logits_processors")
+EDITORS = ("sampling.constraints", "sampling.structured_outputs", "sampling.logits_processors")
 # those of them that are not deleted
 FEATURES = Features(EDITORS)
 

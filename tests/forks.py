@@ -82,7 +82,7 @@ import torch._dynamo, transformers
 transformers.AutoConfig, transformers.AutoTokenizer
 from nanoengine_extras.running import tensor_parallel
 try:
-    from nanoengine_extras import cpu as nanoengine_cpu
+    import nanoengine_extras.cpu
 except ImportError:
     pass
 link = socket.socket(fileno=int(sys.argv[1]))

@@ -158,7 +158,7 @@ def asked_without(deleted: str, are_all: bool) -> list[str]:
 
 
 # Each folder has the packages without one file. They are imported anew from each, in one process.
-SCRIPT = """
+SCRIPT = r"""
 import importlib, json, os, re, sys, traceback
 sys.dont_write_bytecode = False
 # an editable installation would find what is deleted

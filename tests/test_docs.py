@@ -380,8 +380,10 @@ def test_a_wrong_command_is_found(monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT)
     text = "```sh\nA=1 .venv/bin/python bench.py && ls  # what\n"
     text += "python -m nanoengine_extras.tools.lab.compare \\\n  memory\n```"
-    assert commands_in(text) == [["bench.py"], ["-m", "nanoengine_extras.tools.lab.compare", "memory"]]
-    for command in ("-m nanoengine_extras.tools.lab.compare nothing", "bench.py --no-such-flag", "bench.py --engine"):
+    lab = "nanoengine_extras.tools.lab"
+    assert commands_in(text) == [["bench.py"], ["-m", f"{lab}.compare", "memory"]]
+    for command in ("-m nanoengine_extras.tools.lab.compare nothing", "bench.py --no-such-flag",
+    "bench.py --engine"):
         with pytest.raises(SystemExit):
             check_command(command.split())
     for command in ("no_such_file.py", "-m nanoengine_extras.tools.lab.nothing"):

@@ -304,8 +304,8 @@ class Twice(Feature):
 
 @pytest.mark.parametrize("features", [
     [Twice(), Twice()], [Twice], [3], [type("Metrics", (Feature,), {})()],
-    [Twice(), type("Twice", (Feature,), {})()], "metrics", *for_feature("running.strict", (Twice(),))],
-    ids=[*"1234567"])
+    [Twice(), type("Twice", (Feature,), {})()], "metrics", *for_feature("running.strict",
+    (Twice(),))], ids=[*"1234567"])
 def test_what_is_no_list_of_features_with_names_of_their_own(features):
     with pytest.raises(ValueError, match="^features=.* is not accepted: it must be a"):
         LLM("none", features=features)

@@ -44,7 +44,8 @@ print(json.dumps([found, llm.engine.runner.backend, messages]))
 """
 
 
-@pytest.mark.needs("running.strict", "running.swapping", "tools.chat", "sampling.structured_outputs", "tools.serve")
+@pytest.mark.needs("running.strict", "running.swapping", "tools.chat",
+                   "sampling.structured_outputs", "tools.serve")
 @pytest.mark.parametrize("missing", [
     [*PACKAGES], *[pytest.param([name], marks=pytest.mark.slow) for name in PACKAGES]], ids=str)
 def test_a_missing_package(tiny, missing):
@@ -80,7 +81,8 @@ def test_a_module_that_is_not_there_is_no_news(tiny):
 
 def test_no_folder_of_the_tests_looks_like_a_package():
     """pytest puts the folders of tests on Python's path, where a folder is an empty package."""
-    files = [*ROOT.glob("bench.py"), *ROOT.glob("nanoengine*/*.py"), *ROOT.glob("docs/examples/*.py")]
+    files = [*ROOT.glob("bench.py"), *ROOT.glob("nanoengine*/**/*.py"),
+             *ROOT.glob("docs/examples/*.py")]
     packages = set().union(*map(packages_imported_by, files)) | {"triton", "flash_attn", "vllm"}
     assert {"torch", "triton", "numba", "transformers"} <= packages
     on_path = [ROOT / "tests", *(path for path in (ROOT / "tests").iterdir() if path.is_dir())]

@@ -49,7 +49,7 @@ import nanoengine
 if library:
     # other packages must not believe that they are on another system
     platform, sys.platform = sys.platform, "darwin" if "platform" in missing else sys.platform
-    from nanoengine_extras import cpu as nanoengine_cpu
+    import nanoengine_extras.cpu
     sys.platform = platform
 
 llm = nanoengine.LLM(model, **options)

@@ -1,5 +1,5 @@
-"""The README's Use, docs/recipes.md, docs/scaling.md and the scripts in docs/examples/: all of it runs,
-and does what it says.
+"""The README's Use, docs/recipes.md, docs/scaling.md and the scripts in docs/examples/: all of it
+runs, and does what it says.
 
 Each heading has a namespace, in which its blocks run in order.
 """
@@ -138,7 +138,7 @@ TOOLS_OF_EXAMPLES = {"serve": "serve", "batch": "batch", "score": "scores"}
 @pytest.mark.parametrize("name, feature", TOOLS_OF_EXAMPLES.items())
 def test_examples_that_start_a_tool(monkeypatch, name, feature):
     found = []
-    monkeypatch.setattr(f"nanoengine_extras.{feature}.main", found.append)
+    monkeypatch.setattr(f"nanoengine_extras.tools.{feature}.main", found.append)
     example(name).main(["--model", "another"])
     monkeypatch.setattr("sys.argv", [name, "--help"])
     example(name).main()

@@ -35,7 +35,7 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, seqs: list[Sequence]) -> list:
     rows = [Row(index, seq, seq.num_tokens) for index, seq in enumerate(seqs)]
-    Features(["logprobs"])["Logprobs"].drawn(rows, logits, tokens)
+    Features(["sampling.logprobs"])["Logprobs"].drawn(rows, logits, tokens)
     return [seq.kept["logprobs"][seq.num_tokens].read() if "logprobs" in seq.kept else None
             for seq in seqs]
 

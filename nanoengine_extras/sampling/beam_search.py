@@ -116,7 +116,7 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     for search in searches:
         search.inbox = searches[0].inbox
     features = llm.engine.features
-    features.load(["beam_search"])
+    features.load(["sampling.beam_search"])
     beams: Any = features["Beams"]
     beams.searches |= {search.request_id: search for search in searches}
     num_steps = beams.num_steps

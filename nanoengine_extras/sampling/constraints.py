@@ -132,7 +132,7 @@ class Constraints(Feature):
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         """Bad words need all tokens of the sequence, so its steps cannot run ahead."""
         p = seqs[0].params
-        if "constraints" not in asked_by(p):
+        if "sampling.constraints" not in asked_by(p):
             return
         inputs.check_vocabulary("allowed_token_ids", p.allowed_token_ids or ())
         inputs.check_vocabulary("logit_bias", p.logit_bias or ())

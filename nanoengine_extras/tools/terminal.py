@@ -20,8 +20,8 @@ from nanoengine.features import extension
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # the feature that each starts; its `main` takes the rest of the command line
-COMMANDS = {"serve": "tools.serve", "batch": "tools.batch", "score": "tools.scores", "bench": "tools.bench",
-            "eval": "tools.lm_eval"}
+COMMANDS = {"serve": "tools.serve", "batch": "tools.batch", "score": "tools.scores",
+            "bench": "tools.bench", "eval": "tools.lm_eval"}
 # those that take options of `LLM` as JSON
 WITH_OPTIONS = ("tools.serve", "tools.batch")
 

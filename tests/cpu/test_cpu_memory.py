@@ -136,7 +136,7 @@ def test_libraries_find_the_libgomp_of_torch_before_any_other(
 def address(library):
     return ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
 print(hasattr(load(None), "omp_get_max_threads"))
-from nanoengine_extras import cpu as nanoengine_cpu
+import nanoengine_extras.cpu
 print(address(load(None)) == address(load(torch._C.__file__)))
 """)
     assert found.split() == ["False", "True"]

@@ -29,8 +29,8 @@ pytest.importorskip("starlette")
 from nanoengine_extras.tools import serve as module  # noqa: E402
 
 pytestmark = pytest.mark.needs(
-    "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs", "running.metrics", "tools.prometheus", "running.strict",
-    "sampling.texts")
+    "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs",
+    "running.metrics", "tools.prometheus", "running.strict", "sampling.texts")
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 24}
 CHAT = [{"role": "user", "content": "12 + 34"}]

@@ -1,4 +1,5 @@
-"""NCCL with a single rank: the calls of nanoengine_extras/running/tensor_parallel.py, also in a graph.
+"""NCCL with a single rank: the calls of nanoengine_extras/running/tensor_parallel.py, also in a
+graph.
 
 It shows that what rank 0 does works, and that a process with graphs of NCCL comes to its end.
 """

@@ -245,7 +245,8 @@ def rows(chosen: list[str]) -> Iterator[str]:
 
 HEAD = """# What the compiler says of the Triton kernels
 
-Triton {triton} has compiled the kernels of nanoengine_extras.gpu, without a GPU, to machine code for three
+Triton {triton} has compiled the kernels of nanoengine_extras.gpu, without a GPU, to machine code
+for three
 generations of GPUs: {gpus}.
 Nothing here was measured on one.
 

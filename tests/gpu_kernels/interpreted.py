@@ -17,7 +17,7 @@ import triton.language as tl
 from feature_helpers import FEATURES, constrain
 from triton.runtime import interpreter
 
-from nanoengine_extras import gpu as nanoengine_gpu
+import nanoengine_extras.gpu
 from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
 from nanoengine.attention import gather_attention

@@ -68,7 +68,7 @@ def test_the_table_has_all_kernels_and_none_spills():
     assert max(int(row["spilled"]) for row in rows) <= 16
     # which releases the README speaks of
     release = ".".join(version("triton").split(".")[:2])
-    readme = (Path(__file__).parents[2] / "nanoengine_extras.gpu" / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "nanoengine_extras" / "gpu" / "README.md").read_text()
     said = f"With Triton {release} no kernel spills registers, except that"
     assert said in " ".join(readme.split())
     # a program of the newest consumer GPUs has the least shared memory

@@ -10,34 +10,35 @@ from conftest import ROOT, packages_imported_by
 from forks import run_in_fork
 
 pytest.importorskip("triton", minversion="3.6")
-FOLDER = ROOT / "nanoengine_extras.gpu"
+FOLDER = ROOT / "nanoengine_extras" / "gpu"
 README = (FOLDER / "README.md").read_text()
 
 
 def alone(script: str, folder) -> str:
     """The script of a process in which the library alone can be imported."""
-    (folder / "nanoengine_extras.gpu").symlink_to(FOLDER)
+    (folder / "nanoengine_extras").mkdir()
+    (folder / "nanoengine_extras" / "gpu").symlink_to(FOLDER)
     return f"import sys; sys.path[:0] = [{str(folder)!r}]\n{script}"
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
 def test_no_file_imports_an_engine(file):
     imported = packages_imported_by(file)
-    assert imported and imported - {"torch", "triton", "nanoengine_extras.gpu"} <= sys.stdlib_module_names
+    assert imported and imported - {"torch", "triton", "nanoengine_extras"} <= sys.stdlib_module_names
     assert "torch.compile" not in file.read_text()
 
 
 def test_importing_it_imports_no_engine(tmp_path):
-    script = alone("import nanoengine_extras.gpu as nanoengine_gpu\n"
-                   "print(*{name.partition('.')[0] for name in sys.modules})", tmp_path)
+    script = alone("import nanoengine_extras.gpu\n"
+                   "print(*sys.modules)", tmp_path)
     printed = run_in_fork(script, folder=tmp_path).stdout.split()
     assert "nanoengine_extras.gpu" in printed
-    assert not {"nanoengine", "nanoengine_extras.cpu", "nanoengine_extras"} & {*printed}
+    assert not {"nanoengine", "nanoengine_extras.cpu"} & {*printed}
 
 
 def test_without_triton_it_cannot_be_imported(tmp_path):
     script = alone("sys.modules['triton'] = None\n"
-                   "try:\n    import nanoengine_extras.gpu as nanoengine_gpu\n"
+                   "try:\n    import nanoengine_extras.gpu\n"
                    "except ImportError as error:\n    print(error.name)", tmp_path)
     assert run_in_fork(script, folder=tmp_path).stdout == "triton\n"
 
@@ -52,7 +53,7 @@ def test_the_example_of_the_readme(tmp_path):
 
 
 def test_the_readme_has_all_functions_and_no_other():
-    from nanoengine_extras import gpu as nanoengine_gpu
+    import nanoengine_extras.gpu
     named = {name for cell in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE)
              for name in re.findall(r"`(\w+)\(", cell)}
     assert named == set(nanoengine_extras.gpu.__all__)

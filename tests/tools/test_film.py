@@ -1,4 +1,5 @@
-"""nanoengine_extras/tools/lab/film.py: what is recorded, the films in docs/, and their page in a real browser."""
+"""film.py of the lab: what is recorded, the films in docs/, and their page in a
+real browser."""
 
 import json
 import random
@@ -16,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from nanoengine_extras.tools.lab import film, simulate  # noqa: E402
 
-COMMANDS = re.findall(r"python -m lab\.film (.* -o (docs/films/.*\.html))",
+COMMANDS = re.findall(r"python -m nanoengine_extras\.tools\.lab\.film (.* -o (docs/films/.*\.html))",
                       (ROOT / "docs" / "policies.md").read_text())
 KEPT = [ROOT / file for _, file in COMMANDS]
 

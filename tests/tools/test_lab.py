@@ -1,4 +1,4 @@
-"""nanoengine_extras/tools/lab/: comparisons, the simulation against the engine, pictures, and the commands of the docs."""
+"""The lab: comparisons, the simulation against the engine, pictures, and the commands of the docs."""
 
 import dataclasses
 import importlib.util
@@ -19,8 +19,9 @@ from nanoengine import BeamSearchParams, LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.model_runner import ModelRunner  # noqa: E402
 
-COMMANDS = {"bench.py": bench, "-m nanoengine_extras.tools.lab.compare": compare, "-m nanoengine_extras.tools.lab.simulate": simulate,
-            "-m nanoengine_extras.tools.lab.limits": limits, "-m nanoengine_extras.tools.lab.film": film}
+LAB = "-m nanoengine_extras.tools.lab."
+COMMANDS = {"bench.py": bench, f"{LAB}compare": compare, f"{LAB}simulate": simulate,
+            f"{LAB}limits": limits, f"{LAB}film": film}
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40, "--repeat", 1)
 
@@ -404,7 +405,7 @@ def commands() -> list[str]:
     found = []
     for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = file.read_text().replace("\\\n", " ")
-        found += re.findall(r"python3? ((?:bench\.py|-m lab\.\w+)[^`#\n]*)", text)
+        found += re.findall(r"python3? ((?:bench\.py|-m nanoengine_extras\.tools\.lab\.\w+)[^`#\n]*)", text)
     return sorted({" ".join(command.split()) for command in found})
 
 

@@ -1,7 +1,7 @@
 """RMSNorm as one kernel for a CPU, in place of about ten operators of PyTorch.
 
-The engine's own models do not need it: `nanoengine_extras.cpu` fuses their norms into the products that
-follow. The sums of a row always have the same order, whatever other rows there are.
+The engine's own models do not need it: `nanoengine_extras.cpu` fuses their norms into the products
+that follow. The sums of a row always have the same order, whatever other rows there are.
 """
 
 import functools

@@ -83,7 +83,7 @@ class SimulatedRunner:
         self.block_bytes = cost.kv_bytes * config.block_size
         self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
         self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
-        features = Features(["guards"])
+        features = Features(["running.guards"])
         features["Metrics"] = Metrics(lambda: self.now)
         self.engine = Engine(config, cast(Any, self), features)
 
