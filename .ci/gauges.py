@@ -2,9 +2,10 @@
 
     python .ci/gauges.py
 
-A source line holds code: no blank line, no comment, no docstring. The width of a line is without
-its indentation. A line is wide from 90 columns on. A pair assigns unrelated values side by side:
-`a, b = x, y`; a swap, with the same names on both sides, is none.
+A source line holds code: no blank line, no comment, no docstring. A node is one of the syntax tree,
+docstrings not included: how much is said, however it is folded into lines. The width of a line is
+without its indentation. A line is wide from 90 columns on. A pair assigns unrelated values side by
+side: `a, b = x, y`; a swap, with the same names on both sides, is none.
 """
 
 import ast
@@ -19,22 +20,23 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
           tokenize.ENDMARKER}
 WIDE = 90
-# the most of each; a feature is a file or a folder of the extensions
-DENSITY = {"width": 43.5, "wide": 0.06, "pairs": 2}
+DOCUMENTED: Any = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# the most of each; "features" are all extras but the tools
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1600} | DENSITY, "nanoengine_extras/cpu": {"lines": 1307},
-    "nanoengine_extras/gpu": {"lines": 465}, "nanoengine_extras/tools/lab": {"lines": 700},
+    "nanoengine": {"lines": 1606, "nodes": 12000, "nodes a line": 7.5, "width": 44, "wide": 0.06,
+                   "pairs": 2},
+    "features": {"lines": 10000}, "nanoengine_extras/tools": {"lines": 2700},
     "bench.py": {"lines": 200}}
-# the streets of features
-STREETS = ("models", "running", "sampling", "tools")
-FEATURE: dict[str, float] = {"lines": 200}
-# several files, none above 200 lines: the formats of quantized files, and products with packed
-# weights; what each family of GGUF files leaves out; a model of transformers, its check and its
-# fast modules; grammars of all kinds; layers and their trial
-LARGE: dict[str, dict[str, float]] = {
-    "quantized": {"lines": 2699}, "gguf_families": {"lines": 465},
-    "transformers_models": {"lines": 748}, "structured_outputs": {"lines": 290},
-    "own_layers": {"lines": 236}}
+# libraries, whose files can be longer
+KERNELS = ("cpu", "gpu")
+# a file of a feature or a tool
+FILE: dict[str, float] = {"lines": 200}
+
+
+def documented(tree: ast.Module) -> list[Any]:
+    """Returns the parts of a module that have a docstring."""
+    return [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)
+            and ast.get_docstring(node, clean=False) is not None]
 
 
 def source_lines(text: str) -> list[str]:
@@ -43,13 +45,19 @@ def source_lines(text: str) -> list[str]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT:
             numbers.update(range(token.start[0], token.end[0] + 1))
-    documented: Any = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
-            docstring: Any = node.body[0]
-            numbers.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
+    for node in documented(ast.parse(text)):
+        docstring = node.body[0]
+        numbers.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
     lines = text.splitlines()
     return [lines[number - 1] for number in sorted(numbers)]
+
+
+def num_nodes(text: str) -> int:
+    """Counts the nodes of a module, without docstrings and marks of reading and writing."""
+    tree = ast.parse(text)
+    for node in documented(tree):
+        node.body = node.body[1:] or [ast.Pass()]
+    return sum(not isinstance(node, ast.expr_context) for node in ast.walk(tree))
 
 
 def num_pairs(text: str) -> int:
@@ -64,31 +72,42 @@ def num_pairs(text: str) -> int:
     return count
 
 
-def gauge(path: Path) -> dict[str, float]:
-    """Returns the figures of a file, or of all files in a folder together."""
-    texts = [file.read_text() for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+def gauge(*paths: Path) -> dict[str, float]:
+    """Returns the figures of files, and of all files in folders, together."""
+    files = [file for path in paths
+             for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    texts = [file.read_text() for file in files]
     lines = [line for text in texts for line in source_lines(text)]
-    return {"lines": len(lines),
-            "width": sum(len(line.strip()) for line in lines) / max(1, len(lines)),
-            "wide": sum(len(line) >= WIDE for line in lines) / max(1, len(lines)),
+    count = max(1, len(lines))
+    nodes = sum(map(num_nodes, texts))
+    return {"lines": len(lines), "nodes": nodes, "nodes a line": nodes / count,
+            "width": sum(len(line.strip()) for line in lines) / count,
+            "wide": sum(len(line) >= WIDE for line in lines) / count,
             "pairs": sum(map(num_pairs, texts))}
 
 
 def main(root: Path = ROOT) -> int:
-    """Prints a row for each limit; returns 1 if one is exceeded."""
-    limits = dict(LIMITS)
-    for street in STREETS:
-        for path in sorted((root / "nanoengine_extras" / street).iterdir()):
-            name = str(path.relative_to(root))
-            if (path.suffix == ".py" or any(path.glob("*.py"))) and name not in limits:
-                limits[name] = LARGE.get(path.name, FEATURE)
+    """Prints a row for each limit, and for each folder of the extras; returns 1 if a limit is
+    exceeded."""
+    extras = root / "nanoengine_extras"
+    folders = [path for path in sorted(extras.iterdir()) if any(path.rglob("*.py"))]
+    rows: list[tuple[str, list[Path], dict[str, float]]] = [
+        (str(path.relative_to(root)), [path], {}) for path in folders if path.name != "tools"]
+    for name, most in LIMITS.items():
+        paths = [path for path in folders if path.name != "tools"]
+        rows.append((name, paths if name == "features" else [root / name], most))
     too_much = []
-    print(" lines  width   wide  pairs")
-    for name, most in limits.items():
-        found = gauge(root / name)
-        print("{lines:6} {width:6.1f} {wide:6.1%} {pairs:6}".format(**found), name, sep="  ")
-        too_much += [f"{name}: {key} {found[key]:.4g}, at most {most[key]:g}"
+    print(" lines  nodes  a line  width   wide  pairs")
+    for name, paths, most in rows:
+        found = gauge(*paths)
+        print("{lines:6} {nodes:6} {nodes a line:7.1f} {width:6.1f} {wide:6.1%} {pairs:6}".format(
+            **found), name, sep="  ")
+        too_much += [f"{name}: {key} {found[key]:.5g}, at most {most[key]:g}"
                      for key in most if found[key] > most[key]]
+    files = [path for path in extras.rglob("*.py") if path.parts[len(extras.parts)] not in KERNELS]
+    for path in sorted(files):
+        if (count := gauge(path)["lines"]) > FILE["lines"]:
+            too_much.append(f"{path.relative_to(root)}: lines {count}, at most {FILE['lines']:g}")
     print(*too_much, sep="\n")
     return int(bool(too_much))
 

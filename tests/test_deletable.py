@@ -168,7 +168,7 @@ options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 
 def begin(folder, case="texts"):
     for name in [*sys.modules]:
-        if name.split(".")[0] in ("nanoengine", "nanoengine_extras"):
+        if re.match(r"nanoengine(_extras)?(?!\.cpu|\.gpu)\b(?!\.cpu|\.gpu)", name):
             del sys.modules[name]
     sys.path[0] = folder
     importlib.invalidate_caches()
@@ -308,7 +308,7 @@ def check_imported(imported: dict) -> None:
     assert {*imported.pop("")} == ALWAYS
     for feature, others in imported.items():
         # an unknown keyword can be one of vLLM's; tools give no number of blocks
-        known = {"running.strict": {"tools.vllm"}, "tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
+        known = {"running.strict": {"tools.vllm"}, "tools.bench": {"tools.lab"}, "tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
                  "models.transformers_models": {"models.own_layers", "models.experts"}, "models.own_layers": {"models.experts"},
                  "models.experts": {"models.own_layers"}}
         # what lacks its package is not imported

@@ -81,8 +81,8 @@ def test_a_module_that_is_not_there_is_no_news(tiny):
 
 def test_no_folder_of_the_tests_looks_like_a_package():
     """pytest puts the folders of tests on Python's path, where a folder is an empty package."""
-    files = [*ROOT.glob("bench.py"), *ROOT.glob("nanoengine*/**/*.py"),
-             *ROOT.glob("docs/examples/*.py")]
+    patterns = ("bench.py", "nanoengine/*.py", "nanoengine_extras/*/*.py", "docs/examples/*.py")
+    files = [file for pattern in patterns for file in ROOT.glob(pattern)]
     packages = set().union(*map(packages_imported_by, files)) | {"triton", "flash_attn", "vllm"}
     assert {"torch", "triton", "numba", "transformers"} <= packages
     on_path = [ROOT / "tests", *(path for path in (ROOT / "tests").iterdir() if path.is_dir())]
