@@ -425,7 +425,7 @@ def run_tool(monkeypatch, name: str, arguments: list[str]) -> None:
 def test_batch(monkeypatch, tmp_path):
     """The command of the recipes; test_batch.py has the rest."""
     arguments = command("batch")
-    for name in ("examples", "models"):
+    for name in ("docs", "models"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     run_tool(monkeypatch, "batch", arguments)

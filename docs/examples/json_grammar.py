@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nanoengine import LLM, SamplingParams
 
-BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3"
 QUESTIONS = ["Tell me a story about a fox.", "12 + 34"]
 
 

@@ -38,7 +38,7 @@ from nanoengine import LLM, RequestOutput, SamplingParams
 from nanoengine.features import naming
 from nanoengine_extras.tools.chat import render
 
-BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3"
 FORMATS = ("jsonl", "parquet")
 RESULT = pyarrow.schema({
     "generated_text": pyarrow.string(), "generated_tokens": pyarrow.list_(pyarrow.int32()),

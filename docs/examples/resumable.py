@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanoengine import LLM, SamplingParams
 
-BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3"
 BEGIN_OF_ANSWER = b'{"id": '
 
 

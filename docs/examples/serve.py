@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanoengine_extras.tools import serve
 
-BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from nanoengine import LLM, RequestOutput, SamplingParams
 
-BUNDLED = Path(__file__).resolve().parent.parent / "models" / "tiny-qwen3"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3"
 
 
 class Server(ThreadingHTTPServer):

@@ -21,7 +21,7 @@ from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 # models without weights
 SHAPES = {file.parent.name: file.parent for file in (ROOT / "models").glob("*/config.json")
           if not (file.parent / "model.safetensors").exists()}
