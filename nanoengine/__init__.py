@@ -39,7 +39,7 @@ from nanoengine.llm import LLM
 from nanoengine.requests import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 def __getattr__(name: str) -> type:
