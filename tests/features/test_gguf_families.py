@@ -12,7 +12,7 @@ from conftest import greedy_reference
 from quantizing import GREEDY, OPTIONS, PROMPTS, add_sizes, generated, gguf_name, in_gguf
 
 from nanoengine import LLM
-from nanoengine_extras import gguf_families, gguf_tokenizers
+from nanoengine_extras.models import gguf_families, gguf_tokenizers
 from nanoengine_extras.models.quantized import gguf_files, gguf_header
 from nanoengine_extras.models.quantized.modules import QuantizedLinear
 

@@ -10,7 +10,8 @@ import pytest
 import transformers
 from tokenizers import pre_tokenizers
 
-from nanoengine_extras import chat, gguf_tokenizers
+from nanoengine_extras.models import gguf_tokenizers
+from nanoengine_extras.tools import chat
 from nanoengine_extras.models.quantized import gguf_header
 
 # of DeepSeek-R1's distillations: one is a character that is no byte of GPT-2's

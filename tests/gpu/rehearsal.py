@@ -23,7 +23,8 @@ def pytest_configure(config) -> None:
     from fake_gpu import FakeGpu
     from nanoengine.sequence import Batch
     from nanoengine.cuda_graphs import padded
-    from nanoengine_extras import dummy, memory
+    from nanoengine_extras.models import dummy
+    from nanoengine_extras.running import memory
     torch.cuda.set_sync_debug_mode = lambda mode: None
     # the largest step would take a CPU half a minute
     memory.largest_batch = lambda runner: padded(Batch(), runner.config.max_num_seqs)
