@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoengine.features import extension, is_installed, optional, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension, is_installed, optional
 from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 

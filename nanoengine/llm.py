@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import asked_by, declared, extension, is_installed, part
 from nanoengine.kernels import kernels
 from nanoengine.loader import Tokenizer, find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
@@ -58,13 +59,11 @@ class LLM(AbstractContextManager):
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
         self.check_process = kernels(config.device, config.kernels).check_process()
-        features = Features([*ALWAYS, *asked_by(config)], config.features)
+        features = Features([*declared("ALWAYS"), *asked_by(config)], config.features)
         folder = find_model(config.model, config)
         self.model_config = load_config(folder, config.load_format, config.model_impl)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
-        make_runner = ModelRunner
-        if config.tensor_parallel_size > 1:
-            make_runner = extension("running.tensor_parallel").TensorParallelRunner
+        make_runner = part("runner", config, ModelRunner)
         # errors such as a size of 0 in config.json, or a model too large for the memory
         with naming(f"{config.model} cannot be run with these options"):
             runner = make_runner(config, self.model_config, folder, features)

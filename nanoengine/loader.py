@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, logger, naming, rejected
+from nanoengine.errors import checks, logger, naming, rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table
 
 # the transformers classes that `Decoder` can replace
@@ -143,8 +144,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
 
 def place_on(model: nn.Module, device: str) -> None:
     """Allocates memory for the weights of a model, or of a part of one."""
-    if is_installed("running.strict"):
-        extension("running.strict").check_memory(model.parameters(), device)
+    checks().memory(model.parameters(), device)
     model.to_empty(device=device)
 
 

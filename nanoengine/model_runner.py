@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
-from nanoengine.features import extension, is_installed, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import FAMILIES, Decoder, rope_table

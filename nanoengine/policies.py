@@ -9,7 +9,8 @@ error.
 from collections.abc import Callable
 from typing import Any
 
-from nanoengine.features import extension, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension
 from nanoengine.sequence import Batch
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
+from nanoengine.errors import checks, logger, naming, rejected
+from nanoengine.features import asked_by, extension, is_installed
 from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
@@ -206,8 +207,7 @@ class InputProcessor:
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
-        if is_installed("running.strict"):
-            extension("running.strict").check_call(prompts, params, priority, SamplingParams)
+        checks().call(prompts, params, priority, SamplingParams)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         count = len(prompts)

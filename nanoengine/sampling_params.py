@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from nanoengine.features import Condition, check, of, strict
+from nanoengine.errors import Condition, Options
+from nanoengine.features import of
 
 CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
@@ -19,9 +20,8 @@ CONDITIONS: list[Condition] = [
     ("max_tokens", lambda p: p.max_tokens is None or p.max_tokens >= 1, "at least 1, or None")]
 
 
-@strict
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(Options):
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
     n: the number of completions of a prompt, at most 16384; the prompt is computed once. More than
@@ -99,7 +99,8 @@ class SamplingParams:
     logits_processors: list[Callable] = of("sampling.logits_processors")
 
     def __post_init__(self) -> None:
-        check(self, CONDITIONS)
+        super().__post_init__()
+        self.check(CONDITIONS)
 
     @cached_property
     def truncations(self) -> tuple[str, ...]:

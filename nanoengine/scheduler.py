@@ -18,7 +18,7 @@ from collections import deque
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.features import naming
+from nanoengine.errors import naming
 from nanoengine.policies import find_policy
 from nanoengine.sequence import Batch, Row, Sequence
 

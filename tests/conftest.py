@@ -30,8 +30,9 @@ import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.engine import Engine  # noqa: E402
-from nanoengine.features import ALWAYS, is_installed, optional  # noqa: E402
+from nanoengine.features import is_installed, optional  # noqa: E402
 from nanoengine.observers import Features  # noqa: E402
+from nanoengine_extras import ALWAYS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 

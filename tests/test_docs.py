@@ -26,8 +26,9 @@ from test_deletable import ALL_CASES
 
 import nanoengine_extras.running.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
-from nanoengine.features import OBSERVERS, is_installed
+from nanoengine.features import is_installed
 from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS
+from nanoengine_extras import OBSERVERS
 from nanoengine_extras.running.metrics import Metrics
 
 if any(map(is_deleted, ALL_CASES)):

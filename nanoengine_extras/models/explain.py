@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
-from nanoengine.features import logger, naming, rejected
+from nanoengine.errors import logger, naming, rejected
 from nanoengine.loader import ARCHITECTURES, weight_files
 from nanoengine.model import FAMILIES
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.engine import Engine
-from nanoengine.features import logger, naming, rejected
+from nanoengine.errors import logger, naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.scheduler import Scheduler

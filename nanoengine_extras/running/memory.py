@@ -12,11 +12,12 @@ import psutil
 import torch
 
 from nanoengine.engine import Engine
-from nanoengine.features import OBSERVERS, asked_by, extension, is_installed
+from nanoengine.features import asked_by, extension, is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Batch, Row, Sequence
+from nanoengine_extras import OBSERVERS
 
 # with these parameters, a step needs the most memory
 MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}

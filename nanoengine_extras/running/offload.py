@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoengine.features import Condition
+from nanoengine.errors import Condition
 from nanoengine.loader import load_model, place_on
 from nanoengine.model import Decoder
 

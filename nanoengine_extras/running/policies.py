@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from nanoengine.features import naming, rejected
+from nanoengine.errors import naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS, find_policy
 from nanoengine.scheduler import Scheduler

@@ -15,7 +15,8 @@ import torch
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.sequence import Copies, Sequence
 
 

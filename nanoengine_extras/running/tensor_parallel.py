@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import Condition, rejected
+from nanoengine.errors import Condition, rejected
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
@@ -335,3 +335,6 @@ def read_ahead(messages: SimpleQueue) -> None:
             messages.put(pickle.load(sys.stdin.buffer))
     finally:
         os._exit(0)
+
+
+PARTS = {"runner": TensorParallelRunner}

@@ -26,7 +26,7 @@ from heapq import nlargest
 from typing import Any
 from weakref import WeakValueDictionary
 
-from nanoengine.features import rejected, strict
+from nanoengine.errors import Options, rejected
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
 from nanoengine.requests import Request
@@ -36,9 +36,8 @@ from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 
 
-@strict
 @dataclass
-class BeamSearchParams:
+class BeamSearchParams(Options):
     """How one request is completed by beam search.
 
     beam_width: how many beams are kept, and returned.
@@ -63,9 +62,6 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
     structured_outputs: None = None
     allowed_token_ids: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        """strict.py checks the types before this."""
 
 
 @dataclass

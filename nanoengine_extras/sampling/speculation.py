@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import Condition, naming
+from nanoengine.errors import Condition, naming
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
 from nanoengine.scheduler import Scheduler

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanoengine.engine import Engine
-from nanoengine.features import Condition, logger
+from nanoengine.errors import Condition, logger
 from nanoengine.observers import Feature, Launched
 from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence

@@ -1,6 +1,6 @@
 """`SamplingParams.truncate_prompt_tokens`: the end of a prompt that is too long."""
 
-from nanoengine.features import rejected
+from nanoengine.errors import rejected
 from nanoengine.sampling_params import SamplingParams
 
 

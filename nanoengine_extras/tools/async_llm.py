@@ -17,7 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from nanoengine.features import extension, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
 

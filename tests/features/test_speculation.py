@@ -23,10 +23,10 @@ from tokenizers import Tokenizer
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
 from nanoengine.sequence import Sequence
+from nanoengine_extras import ALWAYS
 from nanoengine_extras.sampling import speculation
 from nanoengine_extras.sampling.speculation import PromptLookup, StepCosts
 from nanoengine_extras.sampling.structured_outputs.grammar import Grammar, LLParserLimits

@@ -12,7 +12,7 @@ from test_sampler import make as make_row, sample
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.features import naming
+from nanoengine.errors import naming
 from nanoengine.observers import Feature
 from nanoengine_extras.tools import vllm
 from nanoengine_extras.tools.chat import render

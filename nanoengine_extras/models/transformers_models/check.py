@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from nanoengine.attention import BACKENDS, make_caches
-from nanoengine.features import extension, is_installed, logger
+from nanoengine.errors import logger
+from nanoengine.features import extension, is_installed
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extras.models.transformers_models.calls import (

@@ -15,11 +15,12 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS, naming, rejected
+from nanoengine.errors import naming, rejected
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor
+from nanoengine_extras import ALWAYS
 
 ROOT = Path(__file__).resolve().parents[3]
 # models without weights

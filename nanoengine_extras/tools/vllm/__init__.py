@@ -23,7 +23,8 @@ from unittest.mock import patch
 
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
-from nanoengine.features import extension, naming, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import extension
 from nanoengine.observers import Feature
 from nanoengine.sequence import Sequence
 
