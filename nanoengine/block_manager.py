@@ -23,6 +23,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import takewhile
+from typing import Any
 
 import xxhash
 
@@ -61,6 +62,11 @@ class BlockManager:
         self.blocks_by_hash: dict[BlockHash, dict[int, None]] = {}
         # the copies that the next step begins with
         self.copies = Copies()
+
+    @classmethod
+    def of(cls, config: Any, runner: Any) -> Any:
+        """Returns the manager of a runner's blocks. config: the `EngineConfig`."""
+        return cls(runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
 
     num_free_blocks = property(lambda self: len(self.free))
 

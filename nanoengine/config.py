@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoengine.errors import Condition, Options
 from nanoengine.features import of
-from nanoengine.policies import POLICIES, Policy, find_policy
+from nanoengine.policies import BATCHING, ORDERS, TABLES, VICTIMS, Policy, policy_of
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
@@ -117,10 +117,10 @@ class EngineConfig(Options):
     kernels: bool = True
     run_ahead: bool = BY_DEVICE
     batch_invariant: bool = of("running.guards", False)
-    scheduling: Policy = BY_DEVICE
-    scheduling_policy: Policy = "fcfs"
-    preemption_victim: Policy = "youngest"
-    kv_allocation: Policy = "on-demand"
+    scheduling: Policy = of("running.policies", BY_DEVICE, own=BATCHING)
+    scheduling_policy: Policy = of("running.policies", "fcfs", own=ORDERS)
+    preemption_victim: Policy = of("running.policies", "youngest", own=VICTIMS)
+    kv_allocation: Policy = of("running.policies", "on-demand")
     preemption_mode: str = of("running.swapping", "recompute")
     swap_space: float = of("running.swapping", 4.0)
     speculation: Policy = of("sampling.speculation", "none")
@@ -145,5 +145,5 @@ class EngineConfig(Options):
         # a frozen dataclass refuses plain assignment to its fields
         vars(self).update(defaults | given)
         self.check(CONDITIONS)
-        for option in POLICIES:
-            find_policy(option, getattr(self, option))
+        for option in TABLES:
+            policy_of(self, option)

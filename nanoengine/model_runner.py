@@ -22,7 +22,7 @@ from nanoengine.attention import BACKENDS, choose_backend, make_caches
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.errors import rejected
-from nanoengine.features import extension, is_installed
+from nanoengine.features import extension, is_installed, part
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import FAMILIES, Decoder, rope_table
@@ -59,9 +59,8 @@ class ModelRunner:
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.graphs = CudaGraphs(config.max_num_seqs)
-        num_rows = config.max_num_seqs
-        if config.speculation != "none":
-            num_rows += extension("sampling.speculation").num_more_rows(config)
+        num_more_rows = part("num_more_rows", config, lambda config: 0)(config)
+        num_rows = config.max_num_seqs + num_more_rows
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         # 1. the model
@@ -195,11 +194,10 @@ class ModelRunner:
         for start in range(0, len(tokens), size):
             logits = self.model.lm_head(hidden[start:start + size])
             rows = batch.sampled[start:start + size]
-            part = slice(start, start + len(rows))
-            tokens[part] = sample(logits, step.draws.of(part), [row.seq for row in rows],
-                                  self.last_sampled, self.features, self.kernels)
-            for feature in self.features.values():
-                feature.drawn(rows, logits, tokens[part])
+            these = slice(start, start + len(rows))
+            tokens[these] = sample(logits, step.draws.of(these), [row.seq for row in rows],
+                                   self.last_sampled, self.features, self.kernels)
+            self.features.call("drawn", rows, logits, tokens[these])
         # A step has more rows than last_sampled only when forks begin; then the next step waits for
         # their tokens. The next step reads NO_TOKEN as token 0; that sequence has ended, so the
         # result is dropped.

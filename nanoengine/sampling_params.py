@@ -6,6 +6,7 @@ Nothing here needs a model: `requests.py` makes the checks that need a vocabular
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from nanoengine.errors import Condition, Options
 from nanoengine.features import of
@@ -65,6 +66,7 @@ class SamplingParams(Options):
         {"structural_tag": tags with a separator}: see structured_outputs/.
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
+    options: values for a user's own features, by name: see `Feature.OPTIONS`.
 
     strict.py clamps nonzero temperature, repetition_penalty and biases to magnitudes 1e-18 … 1e18.
     Fields that are declared with `of` belong to an optional feature: see features.py. Raises
@@ -97,6 +99,7 @@ class SamplingParams(Options):
     logit_bias: dict[int, float] | None = of("sampling.constraints", None)
     structured_outputs: dict[str, object] | None = of("sampling.structured_outputs", None)
     logits_processors: list[Callable] = of("sampling.logits_processors")
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ STANDARD = {
     "driver": "running.shared_steps",
     "checks": "running.strict",
     "progress_bar": "running.metrics",
-    "final_text": "sampling.texts",
+    "text_of": "sampling.texts",
     "default_params": "models.generation_config",
     "free_bytes": "running.memory",
     "check_folder": "models.explain"}

@@ -206,7 +206,7 @@ def check_trace(engine: Engine) -> None:
     assert sum(len(batch) for batch in batches) == metrics["batched_sequences"]
     stops: dict[Sequence, int] = {}
     for batch in batches:
-        for seq, _ in batch.preempted:
+        for seq, *_ in batch.preempted:
             stops.pop(seq, None)
         for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
             assert start == stops.get(seq, start) and count > 0

@@ -286,7 +286,7 @@ class CheckedScheduler(ObservedScheduler):
             assert all("gave_way" in seq.kept for seq in victims), (
                 "only overtaking can preempt a sequence that holds all that it may need")
             # beams also give way where all that run stand still
-            assert all("gave_way" in seq.kept for seq, _ in batch.preempted if not is_beam(seq))
+            assert all("gave_way" in seq.kept for seq, *_ in batch.preempted if not is_beam(seq))
         if config.preemption_victim == "youngest" and not is_overtaking:
             assert victims == running_before[len(running_before) - len(victims):]
         decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences
@@ -301,7 +301,7 @@ class CheckedScheduler(ObservedScheduler):
 
     def check_decodes(self, batch: Batch, decodes: list[Sequence]) -> None:
         if self.config.scheduling == "mixed":
-            left = [seq for seq in decodes if seq not in {seq for seq, _ in batch.preempted}]
+            left = [seq for seq in decodes if seq not in {seq for seq, *_ in batch.preempted}]
             assert batch.sequences[:len(left)] == left, "a decode waits for a prompt"
             assert batch.num_tokens[:len(left)] == [1] * len(left)
 
@@ -682,7 +682,7 @@ def run_reserved(max_tokens: list[int], **policies) -> list[int]:
         check_blocks(engine.scheduler)
     assert [seq.num_tokens for seq in sequences] == [5 + count for count in max_tokens]
     return [sequences.index(seq) for batch, _ in engine.scheduler.scheduled
-            for seq, _ in batch.preempted]
+            for seq, *_ in batch.preempted]
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])

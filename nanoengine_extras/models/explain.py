@@ -238,3 +238,6 @@ def refusal(folder: Path, names: list[str], rows: Iterable[Row]) -> ValueError:
     name, what, instead = next(fitting, ("", "is an empty folder", "one with a model"))
     text = f"{what}: it must be {instead}".format(name=name, folder=(folder / name).parent)
     return ValueError(f"model={str(folder)!r} {text}")
+
+
+PARTS = {"check_folder": check_folder}

@@ -51,3 +51,6 @@ def load_defaults(folder: Path) -> SamplingParams:
                       for each in fields(SamplingParams)}
         return SamplingParams(**{ours: given[name] for name, ours in GENERATION_ENTRIES.items()
                                  if name in given and is_installed(feature_of[ours])})
+
+
+PARTS = {"default_params": load_defaults}

@@ -78,3 +78,6 @@ class AllWritten(Feature):
 
     def begin(self, engine: Engine) -> None:
         engine.runner.blocks.add_(0)
+
+
+PARTS = {"free_bytes": free_bytes}

@@ -17,6 +17,7 @@ from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.errors import rejected
 from nanoengine.features import extension, is_installed
+from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import Copies, Sequence
 
 
@@ -47,21 +48,32 @@ class SwappingBlockManager(BlockManager):
     """A block manager with a pool of `num_host_blocks` on the host. When that is full, the blocks
     of preempted sequences are dropped."""
 
-    def __init__(self, *options: Any, num_host_blocks: int) -> None:
+    def __init__(self, *options: Any, num_host_blocks: int = 0) -> None:
         self.num_host_blocks = num_host_blocks
         super().__init__(*options)
+
+    @classmethod
+    def of(cls, config: EngineConfig, runner: ModelRunner) -> Any:
+        manager = super().of(config, runner)
+        manager.num_host_blocks = len(runner.host_blocks)
+        manager.reset()
+        return manager
 
     def reset(self) -> None:
         super().reset()
         self.free_host_blocks = list(range(self.num_host_blocks))
         self.host_tables: dict[Sequence, list[int]] = {}
+        # how many tokens of each had been computed
+        self.num_computed: dict[Sequence, int] = {}
 
     def preempt(self, seq: Sequence) -> str:
         num_computed = self.num_blocks_for(seq.num_computed_tokens)
         if not 0 < num_computed <= len(self.free_host_blocks):
             return super().preempt(seq)
         computed = seq.block_table[:num_computed]
+        num_tokens = seq.num_computed_tokens
         self.deallocate(seq)
+        self.num_computed[seq] = num_tokens
         host_blocks = self.host_tables[seq] = [self.free_host_blocks.pop() for _ in computed]
         # The copy for a fork of this step is not done yet, so its parent's block is read.
         origins = [self.copies.copy_on_write.get(block, block) for block in computed]
@@ -76,7 +88,7 @@ class SwappingBlockManager(BlockManager):
             self.copies.swap_in.update(zip(seq.block_table[num_shared:], host_blocks[num_shared:]))
             self.free_host_blocks += host_blocks[:num_shared]
             # The last token is computed again: its logits are not on the host.
-            num_swapped = min(seq.num_preempted_tokens, seq.num_tokens - 1)
+            num_swapped = min(self.num_computed.pop(seq), seq.num_tokens - 1)
             self.register(seq, num_swapped)
             seq.num_computed_tokens = max(num_shared_tokens, num_swapped)
         return num_shared_tokens
@@ -84,6 +96,7 @@ class SwappingBlockManager(BlockManager):
     def deallocate(self, seq: Sequence) -> None:
         super().deallocate(seq)
         self.free_host_blocks += self.host_tables.pop(seq, [])
+        self.num_computed.pop(seq, None)
 
     def take_copies(self) -> Copies:
         """The host blocks that a step reads are free from the next step on."""
@@ -94,3 +107,6 @@ class SwappingBlockManager(BlockManager):
     def gauges(self) -> dict[str, int]:
         return {"num_requests_swapped": len(self.host_tables),
                 "num_host_blocks_used": sum(map(len, [*self.host_tables.values()]))}
+
+
+PARTS = {"block_manager": SwappingBlockManager}

@@ -63,13 +63,13 @@ def test_a_head_that_does_not_fit_overtakes_in_one_step(base, run_ahead):
     engine.add(seqs[2])
     engine.step()
     overtaken = scheduler.scheduled[-1][0]
-    assert [seq for seq, _ in overtaken.preempted] == [seqs[0]]
+    assert [seq for seq, *_ in overtaken.preempted] == [seqs[0]]
     assert [seq for seq, _ in overtaken.admitted] == [seqs[1], seqs[2]][:len(overtaken.admitted)]
     assert seqs[0] not in overtaken.sequences and seqs[1] in overtaken.sequences
     assert scheduler.waiting[0] is seqs[0], "to the front"
     batches = run(engine, [])
     assert sum(len(batch.preempted) for batch in batches) <= 3
-    assert Counter(seq for batch in batches for seq, _ in batch.preempted).most_common()[0][1] == 1
+    assert Counter(seq for batch in batches for seq, *_ in batch.preempted).most_common()[0][1] == 1
 
 
 def test_a_head_that_only_waits_for_its_token_overtakes_nobody():
