@@ -72,10 +72,11 @@ def part(slot: str, options: Any, default: Any) -> Any:
 
     options: None if no option decides.
     """
-    modules = [extension(*each) for each in asked_by(options).items()] if options else []
+    asked = asked_by(options) if options else {}
     standard = declared("STANDARD").get(slot)
     if standard and is_installed(standard):
-        modules.append(extension(standard))
+        asked[standard] = slot
+    modules = [extension(*each) for each in asked.items()]
     found = [module.PARTS[slot] for module in modules if slot in getattr(module, "PARTS", {})]
     if len(found) > 1:
         return type(slot, tuple(found), {})

@@ -96,6 +96,7 @@ class Features(dict[str, Feature]):
     def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:
         self.files = declared("OBSERVERS")
         super().__init__(dict.fromkeys(self.files.values(), Feature()))
+        self.policies: list[Feature] = []
         self.lock = Lock()
         self.add(*own)
         self.load(files)
@@ -111,9 +112,17 @@ class Features(dict[str, Feature]):
     def add(self, *features: Feature) -> None:
         """Adds features, or puts them in the place of others with the same class names."""
         self.update({type(each).__name__: each for each in features})
+        everyone = [*self.values(), *self.policies]
         # for each method, the features that override it
-        self.observers = {method: [each for each in self.values() if overrides(each, method)]
+        self.observers = {method: [each for each in everyone if overrides(each, method)]
                           for method in METHODS}
+
+    def begin(self, engine: Any, policies: list[Any]) -> None:
+        """Begins all features of an engine. A policy can be a feature, too; it has no name here."""
+        self.policies = [policy for policy in policies if isinstance(policy, Feature)]
+        self.add()
+        for feature in [*self.values(), *self.policies]:
+            feature.begin(engine)
 
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of all features that override it."""

@@ -32,6 +32,7 @@ from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.engine import make_engine  # noqa: E402
 from nanoengine.features import is_installed, optional  # noqa: E402
 from nanoengine.observers import Features  # noqa: E402
+from nanoengine.policies import TABLES  # noqa: E402
 from nanoengine_extras import ALWAYS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -353,6 +354,14 @@ def overtaking(base: str = "prefill-first", max_waiting: int = 0) -> object:
     """The policy of this name, for tests of all policies; if it is deleted, its base alone."""
     policies = optional("nanoengine_extras.running.policies")
     return policies.overtaking(base, max_waiting) if policies else base
+
+
+def policies_of(option: str) -> dict:
+    """The engine's policies for an option and, if they are installed, those of the feature."""
+    policies = optional("nanoengine_extras.running.policies")
+    if option == "kv_allocation":
+        return policies.KV_ALLOCATION if policies else {}
+    return TABLES[option] | (policies.PARTS[option] if policies else {})
 
 
 def use_policies(llm: LLM, **changes) -> None:

@@ -160,13 +160,12 @@ class HoldingBlockManager(BlockManager):
 
 
 MORE_BATCHING: Table = {"static": Static}
-PARTS = {
-    "block_manager": HoldingBlockManager,
-    "scheduling": MORE_BATCHING,
-    "scheduling_policy": {"priority": attrgetter("priority")},
-    "preemption_victim": {
-        "longest": highest(lambda seq: seq.num_tokens),
-        "lowest-priority": highest(lambda seq: seq.priority),
-        "least-recently-run": LeastRecentlyRun,
-        # equal in every run with the same seeds
-        "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}}
+MORE_ORDERS: Table = {"priority": attrgetter("priority")}
+MORE_VICTIMS: Table = {
+    "longest": highest(lambda seq: seq.num_tokens),
+    "lowest-priority": highest(lambda seq: seq.priority),
+    "least-recently-run": LeastRecentlyRun,
+    # equal in every run with the same seeds
+    "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}
+PARTS = {"scheduling": MORE_BATCHING, "scheduling_policy": MORE_ORDERS,
+         "preemption_victim": MORE_VICTIMS, "block_manager": HoldingBlockManager}

@@ -18,7 +18,7 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine.engine import Engine, make_engine
 from nanoengine.observers import Features
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
@@ -84,8 +84,8 @@ class SimulatedRunner:
         self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
         self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
         features = Features(["running.guards"])
-        features["Metrics"] = Metrics(lambda: self.now)
-        self.engine = Engine(config, cast(Any, self), features)
+        features.add(Metrics(lambda: self.now))
+        self.engine = make_engine(config, cast(Any, self), features)
 
     def launch(self, batch: Batch) -> Launched:
         began = self.now
