@@ -642,8 +642,12 @@ def test_completions_share_the_prompt_even_where_they_end_at_once(monkeypatch):
     scheduler = make_scheduler(9, 4, 4, 100)
     num_shared = []
     allocate = scheduler.block_manager.allocate
-    monkeypatch.setattr(scheduler.block_manager, "allocate",
-                        lambda *seqs: num_shared.append(allocate(*seqs)))
+
+    def counted(*seqs):
+        num_shared.append(allocate(*seqs))
+        return num_shared[-1]
+
+    monkeypatch.setattr(scheduler.block_manager, "allocate", counted)
     first = make_sequence([1, 2, 3, 1, 2, 3, 1, 2, 3], 1, n=3)
     forks = first.forks
     scheduler.add(first)

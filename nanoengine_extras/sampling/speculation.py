@@ -188,11 +188,11 @@ class SpeculatingEngine(Engine):
         self.stock.clear()
         # a step with a prompt is limited by computation, not by memory: guesses would slow it down
         if max(batch.num_tokens) > 1:
-            return self.runner.launch(batch)
+            return super().launch(batch)
         began = self.clock()
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
-        launched = self.runner.launch(self._with_guesses(batch, guesses))
+        launched = super().launch(self._with_guesses(batch, guesses))
         tokens = launched.wait()
         num_rows = len(batch.sampled)
         num_guesses = len(tokens) - num_rows
@@ -201,7 +201,7 @@ class SpeculatingEngine(Engine):
             # K and V of a guess can be NaN, and spoil the token before it: so the step runs again
             # without guesses, and without the block copies, which are done
             guesses = {}
-            launched = self.runner.launch(replace(batch, copies=Copies()))
+            launched = super().launch(replace(batch, copies=Copies()))
             tokens = launched.wait()
 
         self.counts.update(guessed_tokens=num_guesses, computed_tokens=num_guesses)

@@ -536,6 +536,7 @@ def seconds_of(llm, policy, seconds, prompts) -> float:
     machine = Machine(llm.engine, seconds)
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
                  use_tqdm=False)
+    llm.engine.runner = machine.runner
     return machine.now
 
 
