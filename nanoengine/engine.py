@@ -29,7 +29,7 @@ from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.features import part
 from nanoengine.model_runner import ModelRunner
-from nanoengine.observers import Features
+from nanoengine.observers import Feature, Features
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
@@ -53,8 +53,11 @@ class Engine:
         manager = part("block_manager", config, BlockManager).of(config, runner)
         self.scheduler = Scheduler(manager, config)
         self.in_flight: Launched | None = None
-        policies = [self.scheduler.fill, self.scheduler.order, self.scheduler.victim]
-        features.begin(self, policies)
+        # a policy can be a feature, too: it gets a name that no class has
+        policies = (self.scheduler.fill, self.scheduler.order, self.scheduler.victim)
+        features.add({str(each): each for each in policies if isinstance(each, Feature)})
+        for feature in features.values():
+            feature.begin(self)
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence. Raises RuntimeError if the engine is closed."""

@@ -12,6 +12,7 @@ sequences of the requests.
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -54,27 +55,18 @@ class Driver:
     def step(self) -> list[Request]:
         """Runs one step; returns the requests that have a new token, or end."""
         self.check_process()
-        seqs = self.engine.step()
-        updated = list({seq.request_id: self.active[seq.request_id] for seq in seqs}.values())
-        self.remove(updated)
-        return updated
+        updated = {seq.request_id: self.active[seq.request_id] for seq in self.engine.step()}
+        for request_id, request in updated.items():
+            if request.is_finished:
+                del self.active[request_id]
+        return [*updated.values()]
 
     def abort(self, requests: list[Request]) -> None:
         """Ends requests that have not ended."""
-        left = [request for request in requests if not request.is_finished]
-        self.engine.abort({request.request_id for request in left})
-        for request in left:
-            request.end()
-        self.remove(left)
-
-    def remove(self, requests: list[Request]) -> None:
-        """Removes the requests that have ended."""
+        self.engine.abort({request.request_id for request in requests})
         for request in requests:
-            if request.is_finished:
-                self.active.pop(request.request_id, None)
-        if not self.active:
-            # a step with their sequences may still be in flight
-            self.engine.in_flight = None
+            request.end()
+            self.active.pop(request.request_id, None)
 
     def run(self, requests: list[Request],
             look: Callable = lambda request: request) -> Generator[list]:
@@ -90,7 +82,8 @@ class Driver:
         try:
             self.add(requests)
             yield []
-            while self.active:
+            # at the end, a step without results can be in flight
+            while self.engine.has_unfinished():
                 updated = self.step()
                 for request in updated:
                     if request.error:
@@ -158,19 +151,13 @@ class LLM(AbstractContextManager):
         is closed, or if an error in another call breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        bar = self._progress_bar(len(requests), use_tqdm)
+        bar_of = part("progress_bar", self.config, lambda engine: tqdm)(self.engine)
+        make_bar = use_tqdm if callable(use_tqdm) else partial(bar_of, disable=not use_tqdm)
+        bar = make_bar(total=len(requests), desc="Generating")
         with bar, closing(self.driver.run(requests)) as steps:
             for updated in steps:
                 bar.update(sum(request.is_finished for request in updated))
         return [request.output() for request in requests]
-
-    def _progress_bar(self, total: int, use_tqdm: bool | Callable) -> Any:
-        """Returns a bar that counts requests."""
-        options: dict[str, Any] = {"total": total, "desc": "Generating"}
-        if callable(use_tqdm):
-            return use_tqdm(**options)
-        make_bar = part("progress_bar", self.config, lambda engine, **options: tqdm(**options))
-        return make_bar(self.engine, disable=not use_tqdm, **options)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
                priority: int | list[int] | None = None) -> Iterator[RequestOutput]:

@@ -79,7 +79,6 @@ class Feature:
         """Fills in the `RequestOutput` of the request that has these sequences."""
 
 
-# the methods of a feature that a step or a request calls
 METHODS = [name for name, value in vars(Feature).items() if callable(value)]
 
 
@@ -94,35 +93,28 @@ class Features(dict[str, Feature]):
     """
 
     def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:
-        self.files = declared("OBSERVERS")
-        super().__init__(dict.fromkeys(self.files.values(), Feature()))
-        self.policies: list[Feature] = []
         self.lock = Lock()
-        self.add(*own)
+        # for each method, the features that override it
+        self.observers: dict[str, list[Feature]] = {}
+        super().__init__(dict.fromkeys(declared("OBSERVERS").values(), Feature()))
+        self.add({type(feature).__name__: feature for feature in own})
         self.load(files)
 
     def load(self, files: Collection[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
-        asked = {file: name for file, name in self.files.items() if file in files}
         # two threads can load a feature at the same time
         with self.lock:
-            self.add(*(getattr(extension(file), name)() for file, name in asked.items()
-                       if type(self[name]) is Feature and is_installed(file)))
+            self.add({name: getattr(extension(file), name)()
+                      for file, name in declared("OBSERVERS").items()
+                      if file in files and type(self[name]) is Feature and is_installed(file)})
 
-    def add(self, *features: Feature) -> None:
-        """Adds features, or puts them in the place of others with the same class names."""
-        self.update({type(each).__name__: each for each in features})
-        everyone = [*self.values(), *self.policies]
-        # for each method, the features that override it
-        self.observers = {method: [each for each in everyone if overrides(each, method)]
-                          for method in METHODS}
-
-    def begin(self, engine: Any, policies: list[Any]) -> None:
-        """Begins all features of an engine. A policy can be a feature, too; it has no name here."""
-        self.policies = [policy for policy in policies if isinstance(policy, Feature)]
-        self.add()
-        for feature in [*self.values(), *self.policies]:
-            feature.begin(engine)
+    def add(self, features: dict[str, Feature]) -> None:
+        """Adds features under these names, or puts them in the place of others."""
+        self.update(features)
+        for method in METHODS:
+            default = getattr(Feature, method)
+            self.observers[method] = [
+                feature for feature in self.values() if getattr(type(feature), method) != default]
 
     def call(self, method: str, *arguments: Any) -> None:
         """Calls a method of all features that override it."""
@@ -132,10 +124,6 @@ class Features(dict[str, Feature]):
     def check(self, options: dict[str, Any]) -> None:
         """Raises ValueError for an option of a request that no feature has."""
         known = [name for feature in self.values() for name in feature.OPTIONS]
-        for name in options.keys() - {*known}:
+        for name in options.keys() - known:
             near = get_close_matches(name, known, 1) or known
-            raise rejected("options", options, f"options of features, such as {near}")
-
-
-def overrides(feature: Feature, method: str) -> bool:
-    return getattr(type(feature), method) is not getattr(Feature, method)
+            raise rejected(f"options[{name!r}]", options[name], f"an option of a feature: {near}")

@@ -96,7 +96,7 @@ def make_engine(**options) -> Engine:
     config = EngineConfig(model="made up", **dict(block_size=4, trace=True) | options)
     runner.max_num_seqs = config.max_num_seqs
     features = Features(["running.guards"])
-    features.add(Metrics(lambda: runner.now))
+    features.add({"Metrics": Metrics(lambda: runner.now)})
     return Engine(config, runner, features)
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -320,9 +321,9 @@ def trace(llm: LLM) -> list[StepRecord]:
 class Bar(tqdm):
     """A progress bar that also shows the tokens per second of all calls together."""
 
-    def __init__(self, engine: Engine, **options: Any) -> None:
-        self.metrics = metrics_of(engine)
-        self.num_before = self.metrics.counters["generation_tokens"]
+    def __init__(self, metrics: Metrics, **options: Any) -> None:
+        self.metrics = metrics
+        self.num_before = metrics.counters["generation_tokens"]
         super().__init__(**options)
 
     def update(self, n: float | None = 1) -> Any:
@@ -332,4 +333,5 @@ class Bar(tqdm):
         return super().update(n)
 
 
-PARTS = {"progress_bar": Bar}
+# a function that makes bars for an engine
+PARTS = {"progress_bar": lambda engine: partial(Bar, metrics_of(engine))}

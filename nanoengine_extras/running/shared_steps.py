@@ -50,8 +50,7 @@ class SharedDriver(Driver):
         self.error: Exception | None = None
 
     # the requests that have not ended
-    active = property(  # type: ignore[assignment]
-        lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
+    active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
 
     def add(self, requests: list[Request]) -> None:
         self._queue(requests)

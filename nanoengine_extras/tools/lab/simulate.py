@@ -84,7 +84,7 @@ class SimulatedRunner:
         self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
         self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
         features = Features(["running.guards"])
-        features.add(Metrics(lambda: self.now))
+        features.add({"Metrics": Metrics(lambda: self.now)})
         self.engine = make_engine(config, cast(Any, self), features)
 
     def launch(self, batch: Batch) -> Launched:
