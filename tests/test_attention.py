@@ -171,10 +171,10 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
                   logits_indices=num_rows)
     arrays |= {name: generator.integers(-2**31, 2**31, shape, np.int32)
                for name, shape in shapes.items()}
-    buffer, layout = to_buffer([*arrays.values()], "cpu")
+    buffer, layout = to_buffer(arrays, "cpu")
     assert buffer.dtype == torch.int32 and buffer.shape == (
         sum(array.nbytes for array in arrays.values()) // 4,)
-    assert {layout: "a key"}[to_buffer([*arrays.values()], "cpu")[1]], "as of a CUDA graph"
+    assert {layout: "a key"}[to_buffer(arrays, "cpu")[1]], "as of a CUDA graph"
     step = StepInputs.from_buffer(buffer, StepShape(layout, 5, 12, 34))
     assert (step.num_decodes, step.longest_query, step.longest_keys) == (5, 12, 34)
     assert step.buffer is buffer
