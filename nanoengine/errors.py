@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from nanoengine.features import asked_by, extension, part
+from nanoengine.features import asked_by, extension, part, shown
 
 logger = logging.getLogger("nanoengine")
 # the name of a field, whether the options can be used, and what is accepted
@@ -53,7 +53,7 @@ def checks() -> Checks:
 
 def rejected(name: str, value: object, accepted: str) -> ValueError:
     """Returns the error for bad input: the argument, its value and what is accepted."""
-    return ValueError(f"{name}={value!r:.200} is not accepted: it must be {accepted}")
+    return ValueError(f"{name}={shown(value)} is not accepted: it must be {accepted}")
 
 
 @contextmanager

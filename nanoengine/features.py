@@ -115,5 +115,13 @@ def asked_by(options: Any) -> dict[str, str]:
             own = each.metadata["own"]
             # a list, because the user's value may not be hashable
             if own is None or not (callable(value) or value in [*own]):
-                found[each.metadata["feature"]] = f"{each.name}={value!r:.100}"
+                found[each.metadata["feature"]] = f"{each.name}={shown(value)}"
     return found
+
+
+def shown(value: object) -> str:
+    """Returns the start of the repr of a value, for messages."""
+    try:
+        return f"{value!r:.200}"
+    except Exception:
+        return f"an object of the class {type(value).__name__}, whose repr raises"

@@ -8,7 +8,7 @@ difference that `Family` does not cover yet.
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
 from nanoengine.errors import checks, logger, naming, rejected
-from nanoengine.features import extension, part
+from nanoengine.features import extension, part, shown
 from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table, window_of
 
 # The kinds of rotary positions, and for those that lengthen the context by a factor, the entry that
@@ -31,12 +31,14 @@ ROPES = {"default": "", "llama3": "", "linear": "max_position_embeddings",
          "yarn": "original_max_position_embeddings"}
 # What `Decoder` computes exactly: the values of entries in config.json. If an entry is missing,
 # transformers assumes the first of these values.
-SUPPORTED: dict[str, Collection] = {
+SUPPORTED: dict[str, list | range] = {
     "architectures": [[family.architecture] for family in FAMILIES.values()],
     "model_type": [*FAMILIES],
     "hidden_act": ["silu"],
     "is_causal": [True],
     "transformers_weights": [None],
+    # positions are int32
+    "max_position_embeddings": range(1, 2**31),
     "rope_type": [*ROPES],
     "partial_rotary_factor": [1.0]}
 
@@ -71,7 +73,8 @@ def load_config(folder: Path, load_format: str = "dummy",
         # not the architecture: EXAONE's config.json may name Llama's
         known = config.model_type in FAMILIES
         if model_impl == "transformers" or model_impl == "auto" and not known:
-            return extension("models.transformers_models", str(config.architectures)).describe(config)
+            asked = f"architectures={config.architectures}"
+            return extension("models.transformers_models", asked).describe(config)
         if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)
@@ -80,25 +83,25 @@ def load_config(folder: Path, load_format: str = "dummy",
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
-    def check(name: str, value: object, is_supported: bool, supported: object) -> None:
-        if not is_supported:
-            raise rejected(f"the model's {name}", value, str(supported))
-
     rope = config.rope_parameters
     for name, supported in SUPPORTED.items():
-        value = rope.get(name, getattr(config, name, [*supported][0]))
-        check(name, value, value in supported, f"one of {supported}")
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    check("num_attention_heads", heads, heads % max(1, groups) == 0, f"a multiple of {groups}")
-    # positions are int32
-    length = config.max_position_embeddings
-    check("max_position_embeddings", length, 1 <= length < 2**31, "from 1 to 2147483647")
-    kinds = ["full_attention", *["sliding_attention"] * bool(entry_of(config, "layer_types"))]
-    for index, kind in enumerate(vars(config).get("layer_types") or ["full_attention"]):
-        check("layer_types", kind, kind in kinds, f"one of {kinds}")
+        value = rope.get(name, getattr(config, name, supported[0]))
+        if value not in supported:
+            raise rejected(f"the model's {name}", value, f"one of {supported}")
+    if config.num_attention_heads % max(1, config.num_key_value_heads):
+        raise rejected("the model's num_attention_heads", config.num_attention_heads,
+                       f"a multiple of num_key_value_heads={config.num_key_value_heads}")
+    kinds = ["full_attention"]
+    if entry_of(config, "layer_types"):
+        kinds.append("sliding_attention")
+    for kind in vars(config).get("layer_types") or ():
+        if kind not in kinds:
+            raise rejected("the model's layer_types", kind, f"one of {kinds}")
+    for index in range(config.num_hidden_layers):
         # with a window of 1, transformers contradicts itself: its cache keeps all keys
         window = window_of(config, index)
-        check("sliding_window", window, window is None or window > 1, "at least 2")
+        if window is not None and window < 2:
+            raise rejected("the model's sliding_window", window, "at least 2")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 
@@ -121,14 +124,12 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder}: its tokenizer cannot be read"):
+    with naming(f"{folder}: its tokenizer must have a tokenizer.json that can be read"):
+        # transformers can read one of these files in its place
         entries = read_json(folder / "tokenizer_config.json")
-        # transformers reads one of these files in place of tokenizer.json
         for name in entries.get("fast_tokenizer_files", []):
             file_in(folder, name)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if not tokenizer.is_fast:
-            raise rejected("its class", type(tokenizer).__name__, "one with a tokenizer.json")
         # some mistakes in its files show only when it encodes text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
     return tokenizer
@@ -187,7 +188,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     The rows of "….qkv_proj.weight" are those of "….q_proj.weight", then of k and v.
     """
-    targets = {}
+    targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         path, kind = name.rsplit(".", 1)
         parts = getattr(model.get_submodule(path), "parts", None)
@@ -195,8 +196,8 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
             targets[name] = parameter
             continue
         parent, _ = path.rsplit(".", 1)
-        for part, rows in zip(parts, parameter.split([*parts.values()])):
-            targets[f"{parent}.{part}.{kind}"] = rows
+        for own, rows in zip(parts, parameter.split([*parts.values()])):
+            targets[f"{parent}.{own}.{kind}"] = rows
     return targets
 
 
@@ -246,8 +247,8 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
                     raise ValueError(f"the model has no tensor {name!r}, or the file has it twice")
                 loaded = read(tensor, target)
                 if loaded.shape != target.shape or not loaded.is_floating_point():
-                    shown = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
-                    raise rejected(name, shown, f"floats of shape {tuple(target.shape)}")
+                    found = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
+                    raise rejected(name, found, f"floats of shape {tuple(target.shape)}")
                 target.copy_(loaded)
     if config.tie_word_embeddings:
         tie(model.embed_tokens, model.lm_head, missing)

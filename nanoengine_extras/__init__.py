@@ -24,6 +24,7 @@ STANDARD = {
     "text_of": "sampling.texts",
     "default_params": "models.generation_config",
     "free_bytes": "running.memory",
+    "backends": "running.backends",
     "check_folder": "models.explain"}
 # the classes that `from nanoengine import …` finds in a file
 EXPORTS = dict.fromkeys(

@@ -48,7 +48,7 @@ class MadeUpRunner:
 
     backend = "made up"
     num_kv_blocks = 14
-    host_blocks = range(8)
+    copier = SimpleNamespace(host_blocks=range(8))
     max_model_len = 40
     block_bytes = 100
     max_num_seqs = 256  # of the engine

@@ -92,7 +92,7 @@ def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens,
                           max_num_seqs=max_num_seqs, enable_prefix_caching=caching,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
     runner = SimpleNamespace(num_kv_blocks=num_blocks, max_model_len=max_model_len,
-                             host_blocks=range(num_host_blocks))
+                             copier=SimpleNamespace(host_blocks=range(num_host_blocks)))
     return ObservedScheduler(part("block_manager", config, BlockManager).of(config, runner), config)
 
 
@@ -202,7 +202,7 @@ class ShadowRunner:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.num_kv_blocks = num_kv_blocks
-        self.host_blocks = range(num_host_blocks)
+        self.copier = SimpleNamespace(host_blocks=range(num_host_blocks))
         self.max_model_len = max_model_len
 
     def launch(self, batch: Batch) -> SimpleNamespace:

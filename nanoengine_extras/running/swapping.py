@@ -4,7 +4,7 @@ When the sequence comes back, it takes full blocks that the prefix cache still h
 are copied back (PagedAttention: Kwon et al., 2023, arXiv:2309.06180).
 
 The engine makes a `SwappingBlockManager` instead of a `BlockManager`. `preempt` and `allocate`
-note the copies in `Batch.copies`, and the runner makes them, between its blocks and `host_pool`.
+note the copies in `Batch.copies`; the runner has a `SwappingCopier`, which makes them.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.errors import rejected
 from nanoengine.features import extension, is_installed
-from nanoengine.model_runner import ModelRunner
+from nanoengine.model_runner import BlockCopier
 from nanoengine.sequence import Copies, Sequence
 
 
@@ -34,7 +34,8 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     num_bytes = config.swap_space * 2**30
     if num_bytes > left:
         raise rejected("swap_space", config.swap_space, f"at most {left / 2**30:.1f} GiB of memory")
-    count = int(num_bytes // blocks[0].nbytes)
+    # in a trial before the cache has its size, there is only block 0
+    count = int(num_bytes // blocks[0].nbytes) if len(blocks) > 1 else 0
     pool = torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype, device="cpu")
     if blocks.device.type == "cuda" and count:
         # a GPU can then copy while the host continues; `pin_memory` would round the size up
@@ -42,6 +43,22 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
         torch.cuda.check_error(cuda.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
         weakref.finalize(pool, cuda.cudaHostUnregister, pool.data_ptr())
     return pool
+
+
+class SwappingCopier(BlockCopier):
+    """Also copies blocks to and from a pool on the host. host_blocks: (blocks, layers, 2, …)."""
+
+    def __init__(self, blocks: torch.Tensor, config: EngineConfig) -> None:
+        super().__init__(blocks, config)
+        self.host_blocks = host_pool(blocks, config)
+
+    def copy(self, copies: Copies) -> None:
+        # in this order: see `Copies`
+        for target, origin in copies.swap_out.items():
+            self.host_blocks[target].copy_(self.blocks[origin], non_blocking=True)
+        super().copy(copies)
+        for target, origin in copies.swap_in.items():
+            self.blocks[target].copy_(self.host_blocks[origin], non_blocking=True)
 
 
 class SwappingBlockManager(BlockManager):
@@ -53,9 +70,9 @@ class SwappingBlockManager(BlockManager):
         super().__init__(*options)
 
     @classmethod
-    def of(cls, config: EngineConfig, runner: ModelRunner) -> Any:
+    def of(cls, config: EngineConfig, runner: Any) -> Any:
         manager = super().of(config, runner)
-        manager.num_host_blocks = len(runner.host_blocks)
+        manager.num_host_blocks = len(runner.copier.host_blocks)
         manager.reset()
         return manager
 
@@ -109,4 +126,4 @@ class SwappingBlockManager(BlockManager):
                 "num_host_blocks_used": sum(map(len, [*self.host_tables.values()]))}
 
 
-PARTS = {"block_manager": SwappingBlockManager}
+PARTS = {"block_manager": SwappingBlockManager, "copier": SwappingCopier}

@@ -162,8 +162,8 @@ class RankRunner(ModelRunner):
         part = super().load_model(folder, read=self.group.read_part, **options)
         return parallelize(part, self.group)
 
-    def measure_free_bytes(self) -> int:
-        return self.group.least(super().measure_free_bytes())
+    def measure_free_bytes(self, max_model_len: int) -> int:
+        return self.group.least(super().measure_free_bytes(max_model_len))
 
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: Any, shape: StepShape) -> None:
