@@ -34,7 +34,7 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
-from nanoengine.features import extension
+from nanoengine.features import declared, extension
 from nanoengine.llm import LLM
 from nanoengine.requests import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -43,7 +43,8 @@ __version__ = "0.3.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 def __getattr__(name: str) -> type:
-    """`from nanoengine import BeamSearchParams` finds this class in the extensions."""
-    if name in ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"):
-        return getattr(extension("sampling.beam_search"), name)
+    """`from nanoengine import BeamSearchParams` finds this class in its feature's file."""
+    exports = declared("EXPORTS")
+    if name in exports:
+        return getattr(extension(exports[name]), name)
     raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")

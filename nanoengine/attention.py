@@ -1,7 +1,12 @@
 """Attention over the paged KV cache: its memory, the backends, and how one is chosen.
 
-A backend is one function with its requirements. The runner chooses it, and `Attention.forward` in
-model.py calls it. This file knows neither the model nor whether a step is prefill or decode.
+A token attends to all tokens before it. Their keys and values do not change, so the KV cache keeps
+them, in blocks that lie anywhere in memory (block_manager.py). A backend is one function that finds
+the keys of each sequence through its block table; which one is fastest depends on the device.
+
+`Attention.forward` in model.py calls the backend. This file does not know the model. A step can mix
+decodes and prompts: `gather_attention` treats them alike; `flash_attention` gives the decodes,
+which come first, to a second kernel.
 """
 
 from collections.abc import Callable
@@ -11,20 +16,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from nanoengine.features import extension, is_installed, optional, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import optional, part
 from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
 
 def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
-                device: str, backend: str) -> Tensor:
+                device: str, backend: "Backend") -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
     The memory is zeroed, because padded rows of a CUDA graph read block 0. The CPU's kernel has
     its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    if BACKENDS[backend].attend is None and (empty_cache := kernels(device).empty_cache):
+    empty_cache = kernels(device).empty_cache
+    if empty_cache and backend.is_in_model:
         return empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
@@ -43,16 +50,20 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
-        gathered = cache[:, step.block_tables[seq]].flatten(1, 2)[:, :length]
+        blocks = cache[:, step.block_tables[seq]]
+        # (2, keys, kv_heads, head_dim): the blocks one after another, cut after the last key
+        gathered = blocks.flatten(1, 2)[:, :length]
         keys, values = gathered.transpose(1, 2)
         # in pieces of 256 queries, since the weights of all queries at once would be a huge
         # float32 tensor
-        for first in range(starts[seq], starts[seq + 1], 256):
-            rows = slice(first, min(first + 256, starts[seq + 1]))
+        end = starts[seq + 1]
+        for first in range(starts[seq], end, 256):
+            rows = slice(first, min(first + 256, end))
             ages = step.positions[rows, None] - torch.arange(length, device=query.device)
             mask = (ages >= 0) & (ages < (window or length))
-            out[rows] = nn.functional.scaled_dot_product_attention(
-                query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)
+            attended = nn.functional.scaled_dot_product_attention(
+                query[rows].transpose(0, 1), keys, values, mask, enable_gqa=True)
+            out[rows] = attended.transpose(0, 1)
     return out
 
 
@@ -97,9 +108,9 @@ def has_numba(device: str, dtype: torch.dtype) -> bool:
 class Backend:
     """A way to compute attention, and its requirements.
 
-    attend: the function that the model calls: see `gather_attention`. None:
-        `nanoengine_extras.cpu.optimize` has replaced the model's attention with a kernel that also
-        computes norms and rotation, and writes the cache.
+    attend: the function that the model calls: see `gather_attention`. None: the attention is in
+        the model (`is_in_model`), since a library has put a kernel there that also computes norms
+        and rotation, and writes the cache (`nanoengine_extras.cpu.optimize`).
     works: whether it works on a device ("cpu" or "cuda") with a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
     block_multiple: the block size must be a multiple of this.
@@ -112,9 +123,10 @@ class Backend:
     block_multiple: int = 1
     has_graphs: bool = False
 
+    is_in_model = property(lambda self: self.attend is None)
+
 
 # You can add backends: `LLM(attention_backend=…)` accepts any name in BACKENDS.
-# nanoengine_extras/running/backends.py adds two for a GPU, "triton" and "varlen".
 BACKENDS = {
     "flash-attn": Backend(
         flash_attention, has_flash_attn, rank=4, block_multiple=256, has_graphs=True),
@@ -122,21 +134,25 @@ BACKENDS = {
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
+def backends(device: str) -> dict[str, Backend]:
+    """Returns the backends for a device, by name: those of a feature, for a GPU, and BACKENDS."""
+    more = part("backends", None, {}) if device == "cuda" else {}
+    return more | BACKENDS
+
+
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
     """Returns the backend with this name, or for "auto" the fastest one for this device and dtype.
 
     Raises ValueError for a backend that cannot work here.
     """
-    if name not in ("auto", *BACKENDS) or (device == "cuda" and is_installed("running.backends")):
-        # adds rows to the table
-        extension("running.backends", f"attention_backend={name!r}")
-    if name not in BACKENDS or not BACKENDS[name].works(device, dtype):
-        usable = [key for key, each in BACKENDS.items() if each.works(device, dtype)]
-        if name != "auto":
-            raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
+    table = backends(device)
+    usable = [each for each in table if table[each].works(device, dtype)]
+    if name == "auto":
         # "gather" works everywhere
-        name = max(usable, key=lambda key: BACKENDS[key].rank)
-    multiple = BACKENDS[name].block_multiple
+        name = max(usable, key=lambda each: table[each].rank)
+    if name not in usable:
+        raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
+    multiple = table[name].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {name}")
     return name

@@ -1,9 +1,15 @@
 """`BlockManager`: tracks which sequence holds which block of the KV cache, and which blocks other
 sequences can reuse.
 
-Plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging and copy on
-write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180); the prefix cache with chained
-hashes is from vLLM.
+How long a completion gets is not known in advance. If each sequence reserved memory for the longest
+one, most of the cache would stay empty, and few sequences could run at once. So the cache is cut
+into blocks of some tokens, as an operating system cuts memory into pages. A sequence takes a block
+when it needs one; its block table says which blocks it has, in order. Sequences that begin with the
+same tokens can then share blocks, too.
+
+This file is plain Python over block numbers; the memory itself belongs to `model_runner.py`. Paging
+and copy on write are from PagedAttention (Kwon et al., 2023, arXiv:2309.06180); the prefix cache
+with chained hashes is from vLLM.
 
 The life of a block:
 
@@ -13,16 +19,15 @@ The life of a block:
                              ▼ │   or it loses its hash (_take_fresh, once no block is blank)
                             cached
 
-Blank blocks are reused first, then cached ones, the least recently used first. Two blocks with the
-same tokens ("twins") arise when two sequences compute the same prompt side by side, or when a whole
-prompt is cached and its last block is computed again (`find_shared`). Both stay in the prefix
-cache, so one can be evicted and the other still found.
+Blank blocks are reused first, then cached ones, the least recently used first. Two blocks can come
+to hold the same tokens ("twins"): two sequences generate the same text, or a whole prompt is cached
+and its last block is computed again (`find_shared`). Both stay in the prefix cache, so that one can
+be evicted and the other still found.
 """
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
-from itertools import takewhile
+from typing import Any
 
 import xxhash
 
@@ -38,16 +43,14 @@ class BlockManager:
     has a hash; otherwise it is blank. Block 0 is never handed out: padded rows of a CUDA graph
     write there. Every operation is O(1) per block.
 
-    hold: an admitted sequence has blocks for at least this many tokens: see `kv_allocation`.
     num_shared_blocks: how many blocks forks have shared with their parents so far.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 hold: Callable[[Sequence], int] = lambda seq: 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int,
+                 enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.hold = hold
         self.num_shared_blocks = 0
         self.reset()
 
@@ -62,28 +65,36 @@ class BlockManager:
         # the copies that the next step begins with
         self.copies = Copies()
 
+    @classmethod
+    def of(cls, config: Any, runner: Any) -> Any:
+        """Returns the manager of a runner's blocks. config: the `EngineConfig`."""
+        return cls(runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+
     num_free_blocks = property(lambda self: len(self.free))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def num_blocks_to_hold(self, seq: Sequence) -> int:
-        """Returns how many blocks a sequence has once it is admitted."""
-        return self.num_blocks_for(max(seq.num_tokens, self.hold(seq)))
+        """Returns how many blocks a sequence gets when it is admitted: here, as many as its tokens
+        need."""
+        return self.num_blocks_for(seq.num_tokens)
 
     # --------------------------------------------------------------------- taking blocks
 
     def can_allocate(self, seq: Sequence, parent: Sequence | None = None) -> bool:
         """Whether there are enough free blocks to `allocate`."""
-        num_used = sum(block not in self.free for block in self.find_shared(seq, parent))
-        return self.num_blocks_to_hold(seq) - num_used <= len(self.free)
+        shared = self.find_shared(seq, parent)
+        # a free block that is shared does not save one: it is itself no longer free
+        num_saved = sum(block not in self.free for block in shared)
+        return self.num_blocks_to_hold(seq) - num_saved <= len(self.free)
 
     def allocate(self, seq: Sequence, parent: Sequence | None = None) -> int:
-        """Gives a sequence blocks for all its tokens, or more if a policy reserves them.
+        """Gives a sequence its blocks (`num_blocks_to_hold`).
 
         It first shares existing blocks (`find_shared`), then takes fresh ones. If a parent's last
-        block is partial, the first fresh block of the new fork becomes a copy of it. Without the
-        copy, both would write to the same block in the next step.
+        block is partial, the first fresh block of the new fork becomes a copy of it: both write to
+        this block in the next step, which is the write in "copy on write".
 
         With 300 prompt tokens, blocks of 128 and n = 4:
 
@@ -96,23 +107,26 @@ class BlockManager:
         number of tokens in shared blocks.
         """
         shared = self.find_shared(seq, parent)
+        num_shared_tokens = len(shared) * self.block_size
         # first, because taking a fresh block could evict one of them
         for block in shared:
             self.free.pop(block, None)
             self.ref_counts[block] += 1
         fresh = [self._take_fresh() for _ in range(self.num_blocks_to_hold(seq) - len(shared))]
         seq.block_table = array("i", shared + fresh)
-        seq.num_computed_tokens = len(shared) * self.block_size
+        seq.num_computed_tokens = num_shared_tokens
         if parent:
-            if parent.num_computed_tokens > seq.num_computed_tokens:
+            if parent.num_computed_tokens > num_shared_tokens:
                 self.copies.copy_on_write[fresh[0]] = parent.block_table[len(shared)]
+            # the copy has the K and V of the other tokens
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_hashes = parent.block_hashes[:]
             self.num_shared_blocks += len(shared)
-        return len(shared) * self.block_size
+        return num_shared_tokens
 
     def may_append(self, seq: Sequence) -> None:
-        """Gives a running sequence the block that its newest token needs."""
+        """Gives a running sequence one more block; `Scheduler.make_room` has found that its newest
+        token needs one."""
         seq.block_table.append(self._take_fresh())
 
     def _take_fresh(self) -> int:
@@ -166,8 +180,13 @@ class BlockManager:
         if parent:
             return parent.block_table[:parent.num_computed_tokens // self.block_size].tolist()
         num_full = min(seq.num_tokens - 1, seq.max_cached_tokens) // self.block_size
-        found = (self.blocks_by_hash.get(self._hash(seq, i), {}) for i in range(num_full))
-        return [next(iter(twins)) for twins in takewhile(bool, found)]
+        shared: list[int] = []
+        for index in range(num_full):
+            twins = self.blocks_by_hash.get(self._hash(seq, index))
+            if not twins:
+                break
+            shared.append(next(iter(twins)))
+        return shared
 
     def register(self, seq: Sequence, stop: int) -> None:
         """Adds to the prefix cache all blocks that are full once the tokens before `stop` are
@@ -199,11 +218,12 @@ class BlockManager:
         probability that two different prefixes have the same hash is 2**-128. The hash is not
         cryptographic: it does not resist deliberate collisions.
 
-        The sequence keeps the hashes of its blocks.
+        The sequence keeps the keys of its blocks; those that it lacks are added here.
         """
-        for missing in range(len(seq.block_hashes), index + 1):
-            before = seq.block_hashes[-1][0] if missing else b""
+        keys = seq.block_hashes
+        for missing in range(len(keys), index + 1):
+            before = keys[-1][0] if keys else b""
             start = missing * self.block_size
             tokens = array("i", seq.token_ids[start:start + self.block_size]).tobytes()
-            seq.block_hashes.append((xxhash.xxh3_128_digest(before + tokens), tokens))
-        return seq.block_hashes[index]
+            keys.append((xxhash.xxh3_128_digest(before + tokens), tokens))
+        return keys[index]

@@ -7,8 +7,9 @@ fit and how long a sequence can be. A config never changes once it is made.
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from nanoengine.features import Condition, check, of, strict
-from nanoengine.policies import POLICIES, Policy, find_policy
+from nanoengine.errors import Condition, Options
+from nanoengine.features import of
+from nanoengine.policies import BATCHING, ORDERS, TABLES, VICTIMS, Policy, policy_of
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
@@ -19,9 +20,8 @@ CONDITIONS: list[Condition] = [
     ("block_size", lambda c: c.block_size >= 1, "at least 1")]
 
 
-@strict
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Options):
     """The keywords of `LLM`. Raises ValueError with the option, its value and what is accepted.
 
     Options that are declared with `of` belong to an optional feature: see features.py.
@@ -117,10 +117,10 @@ class EngineConfig:
     kernels: bool = True
     run_ahead: bool = BY_DEVICE
     batch_invariant: bool = of("running.guards", False)
-    scheduling: Policy = BY_DEVICE
-    scheduling_policy: Policy = "fcfs"
-    preemption_victim: Policy = "youngest"
-    kv_allocation: Policy = "on-demand"
+    scheduling: Policy = of("running.policies", BY_DEVICE, own=BATCHING)
+    scheduling_policy: Policy = of("running.policies", "fcfs", own=ORDERS)
+    preemption_victim: Policy = of("running.policies", "youngest", own=VICTIMS)
+    kv_allocation: Policy = of("running.policies", "on-demand")
     preemption_mode: str = of("running.swapping", "recompute")
     swap_space: float = of("running.swapping", 4.0)
     speculation: Policy = of("sampling.speculation", "none")
@@ -131,6 +131,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Fills in the defaults that depend on the device, and checks the options."""
+        super().__post_init__()
         on_gpu = self.device == "cuda"
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
         defaults = dict(
@@ -143,6 +144,6 @@ class EngineConfig:
             given["attention_backend"] = "gather"
         # a frozen dataclass refuses plain assignment to its fields
         vars(self).update(defaults | given)
-        check(self, CONDITIONS)
-        for option in POLICIES:
-            find_policy(option, getattr(self, option))
+        self.check(CONDITIONS)
+        for option in TABLES:
+            policy_of(self, option)

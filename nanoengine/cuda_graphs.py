@@ -37,7 +37,8 @@ class CudaGraphs:
     """
 
     def __init__(self, most: int) -> None:
-        self.sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most] + [most]
+        usual = [1, 2, 4, *range(8, most, 8)]
+        self.sizes = [size for size in usual if size < most] + [most]
         self.captured: dict[StepShape, tuple[Any, StepInputs, Tensor]] = {}
 
     @torch.inference_mode()
@@ -50,7 +51,7 @@ class CudaGraphs:
                 # dummy sequences of one token; only the width of their tables matters
                 buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
                 step = StepInputs.from_buffer(buffer.to(runner.device), shape)
-                # a first run loads the kernels
+                # a first run loads the kernels, which a graph cannot do
                 runner.hidden_states(step)
                 graph = torch.cuda.CUDAGraph()
                 # other threads, such as NCCL's, may query the device meanwhile
@@ -60,8 +61,10 @@ class CudaGraphs:
 
     def can_replay(self, batch: Batch) -> bool:
         """Whether there are graphs, and each sequence computes one token and draws one."""
-        return bool(self.captured and max(batch.num_tokens) == 1
-                    and [row.source for row in batch.sampled] == [*range(len(batch))])
+        if not self.captured or max(batch.num_tokens) > 1:
+            return False
+        # not so if a fork begins, or if a prompt's chunk of one token is not its last one
+        return [row.source for row in batch.sampled] == [*range(len(batch))]
 
     def fit(self, batch: Batch, num_keys: int, longest: int) -> tuple[Batch, int]:
         """Pads a decode step to the size of the smallest graph that can run it. Returns the padded
@@ -70,7 +73,8 @@ class CudaGraphs:
         num_keys: the keys of its longest sequence; longest: the limit, `max_model_len`.
         """
         size = self.sizes[bisect_left(self.sizes, len(batch))]
-        return padded(batch, size), min(w for w in widths(size, longest) if w >= num_keys)
+        wide_enough = [width for width in widths(size, longest) if width >= num_keys]
+        return padded(batch, size), min(wide_enough)
 
     def replay(self, buffer: Tensor, shape: StepShape) -> tuple[StepInputs, Tensor]:
         """Copies a buffer into the inputs of the graph of this shape, and launches the graph.
@@ -90,13 +94,15 @@ def widths(size: int, longest: int) -> list[int]:
     With few sequences, FlashAttention 2 splits the keys among the cores of a GPU, in parts that
     depend on the width of the table: short sequences in a wide table would leave most cores idle.
     """
-    return [longest, *(w for w in (8192, 2048) if w < longest and size < 32)]
+    narrow = [8192, 2048] if size < 32 else []
+    return [longest, *(width for width in narrow if width < longest)]
 
 
 def padded(batch: Batch, size: int) -> Batch:
     """Returns a decode step padded with dummy sequences, which use block 0."""
     dummy = Sequence("", [0], 1, 1)
-    missing = range(len(batch), size)
-    return Batch(sequences=batch.sequences + [dummy] * len(missing),
-                 starts=batch.starts + [0] * len(missing), num_tokens=[1] * size,
-                 sampled=batch.sampled + [Row(i, dummy, 1) for i in missing])
+    missing = size - len(batch)
+    rows = [Row(index, dummy, 1) for index in range(len(batch), size)]
+    return Batch(
+        sequences=batch.sequences + [dummy] * missing, starts=batch.starts + [0] * missing,
+        num_tokens=[1] * size, sampled=batch.sampled + rows)

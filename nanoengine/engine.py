@@ -27,10 +27,9 @@ import torch
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension
+from nanoengine.features import part
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
-from nanoengine.policies import find_policy
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
@@ -41,32 +40,33 @@ class Engine:
 
     runner: a `ModelRunner`, or another object with the same `launch`, `close` and sizes.
     features: the observers, which the engine calls.
-    launcher: begins a step: the runner, or speculation, which adds guesses to a batch and passes
-        it to the runner.
+    in_flight: the step that has been launched, but whose tokens are not collected yet.
 
     Between two steps, a client can call `add` and `finish`, and the scheduler's `fork` and
-    `preempt` for sequences that are not in flight. Beam search, which spans several steps, needs
-    no other calls.
+    `preempt` for sequences that are not in flight.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features) -> None:
         self.config = config
-        self.runner = self.launcher = runner
+        self.runner = runner
         self.features = features
-        self.scheduler = Scheduler(make_block_manager(config, runner), config)
-        if config.speculation != "none":
-            speculation = extension("sampling.speculation")
-            self.launcher = guesser = speculation.Speculation(config, runner, features)
-            # steps whose tokens are already known come first
-            self.scheduler.fill = guesser.around(self.scheduler.fill)
-        # a policy can also be an observer; no class of a user has this name
-        if isinstance(self.scheduler.victim, Feature):
-            features["a victim"] = self.scheduler.victim
-        self.add = self.scheduler.enqueue
-        self.finish = self.scheduler.finish
+        manager = part("block_manager", config, BlockManager).of(config, runner)
+        self.scheduler = Scheduler(manager, config)
         self.in_flight: Launched | None = None
+        # a policy can be a feature, too: it gets a name that no class has
+        policies = (self.scheduler.fill, self.scheduler.order, self.scheduler.victim)
+        features.add({str(each): each for each in policies if isinstance(each, Feature)})
         for feature in features.values():
             feature.begin(self)
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence. Raises RuntimeError if the engine is closed."""
+        self.check_open()
+        self.scheduler.enqueue(seq)
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence between two steps, and frees its blocks: see `Scheduler.finish`."""
+        self.scheduler.finish(seq, reason, stop_reason)
 
     def has_unfinished(self) -> bool:
         return bool(self.in_flight) or self.scheduler.has_unfinished()
@@ -74,13 +74,10 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that have a new token, or end with an error.
 
-        If the engine runs ahead, it launches the next step before it waits for the step in
-        flight, whose sequences it returns. A sequence that needs its last token
-        on the host (`Sequence.is_awaited`) is left out of the next step, and so runs only every
-        other step. If there are many such sequences, this call launches no step.
+        An engine that runs ahead launches the next step, and then waits for the step in flight,
+        whose sequences it returns.
         """
-        if not self.runner:
-            raise RuntimeError("the LLM is closed: make a new one")
+        self.check_open()
         if not self.config.run_ahead:
             return self._collect(self._launch())
         before = self.in_flight
@@ -96,29 +93,36 @@ class Engine:
         if not self.scheduler.has_unfinished():
             return None
         batch = self.scheduler.schedule()
-        for feature in self.features.values():
-            feature.scheduled(batch)
-        return self.launcher.launch(batch) if batch else None
+        self.features.call("scheduled", batch)
+        return self.launch(batch) if batch else None
+
+    def launch(self, batch: Batch) -> Launched:
+        """Begins the computation of a step."""
+        return self.runner.launch(batch)
 
     def _must_wait_for(self, batch: Batch) -> bool:
-        """Whether the next step must wait for the tokens of this batch.
+        """Whether the tokens of this step, which is in flight, must come before the next launch.
 
-        An awaited sequence runs only every other step. If a quarter of the sequences are
-        awaited, steps have an eighth fewer tokens, which costs about as much as waiting for the
-        host. The device can look up at most `max_num_seqs` pending tokens; when forks begin, there
-        can be more.
+        As a rule, no: the next step computes pending tokens, and the device looks them up. It can
+        look up at most `max_num_seqs` of them; when forks begin, there can be more.
+
+        The exceptions are sequences that cannot run while their last token is pending, because a
+        feature needs it on the host: a grammar, for example, has to read a token before it knows
+        what may follow (`Sequence.needs_tokens`). Such an awaited sequence is left out of the next
+        step, and runs in the one after it. So it runs in every second step. If a quarter of the
+        sequences do, steps are an eighth smaller, which costs about as much as running ahead
+        gains. From there on the engine waits, and the next step has all sequences.
         """
         too_many = len(batch.sampled) > self.config.max_num_seqs
-        awaited = sum(row.seq.needs_tokens for row in batch.sampled)
-        return too_many or 4 * awaited >= len(batch)
+        num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
+        return too_many or 4 * num_awaited >= len(batch)
 
     def _collect(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""
         if launched is None:
             return []
         seqs = self.scheduler.postprocess(launched.batch, launched.wait())
-        for feature in self.features.values():
-            feature.done(launched, seqs)
+        self.features.call("done", launched, seqs)
         return seqs
 
     def abort(self, request_ids: set[str]) -> None:
@@ -130,6 +134,10 @@ class Engine:
         if not self.scheduler.has_unfinished():
             self.in_flight = None
 
+    def check_open(self) -> None:
+        if not self.runner:
+            raise RuntimeError("the LLM is closed: make a new one")
+
     def reset(self) -> None:
         """Drops all sequences and forgets all blocks, even after a broken step."""
         self.scheduler.reset()
@@ -139,18 +147,11 @@ class Engine:
         """Frees the runner's memory; a later step raises RuntimeError."""
         if self.runner:
             self.runner.close()
-        self.runner = self.launcher = None  # type: ignore
+        self.runner = None  # type: ignore
         # does nothing without a GPU
         torch.cuda.empty_cache()
 
 
-def make_block_manager(config: EngineConfig, runner: ModelRunner) -> BlockManager:
-    """Returns the manager of a runner's blocks, and of its pool on the host if there is one."""
-    longest = runner.max_model_len
-    policy = find_policy("kv_allocation", config.kv_allocation)
-    sizes = (runner.num_kv_blocks, config.block_size, config.enable_prefix_caching,
-             lambda seq: min(policy(seq, longest), longest))
-    if config.preemption_mode == "recompute":
-        return BlockManager(*sizes)
-    return extension("running.swapping").SwappingBlockManager(
-        *sizes, num_host_blocks=len(runner.host_blocks))
+def make_engine(config: EngineConfig, runner: ModelRunner, features: Features) -> Engine:
+    """Returns an `Engine`, or the one of a feature, such as speculation."""
+    return part("engine", config, Engine)(config, runner, features)

@@ -1,43 +1,26 @@
-"""Optional features, and the checks of user input. Each feature is a file in nanoengine_extras,
-in one of four folders ("running.swapping"), and can be deleted on its own.
+"""Optional features: how the engine finds them, and their options.
 
-A feature plugs into the engine in one of four ways:
+A feature is a file in one of the four folders of nanoengine_extras, such as running/swapping.py,
+and can be deleted on its own. It plugs into the engine in one of four ways:
 
     an observer    a `Feature`: the engine calls it when something happens, and it may edit logits:
                    see observers.py
     a function     named in a table, or a user's own: see policies.py
-    a slot         replaces one part: the block manager, the runner, the weights, …
+    a slot         a class or function that replaces one of the engine's: see `part`
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
-`EngineConfig` and `SamplingParams` have every feature's options; `of` names the feature.
-`extension` imports a feature by its name, when it is asked for.
-
-The engine itself refuses input that would hang it, silently give wrong results, or fail in the
-middle of a step. nanoengine_extras/running/strict.py, if installed, also checks the types of all
-options.
+The engine asks for a feature only where an option belongs to one (`of`) and where a method of `LLM`
+is one (`call_of`). Everything else is said by the features: each in its own file, and for those
+that need no option, in two tables of nanoengine_extras/__init__.py.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-
-logger = logging.getLogger("nanoengine")
-# the name of a field, whether the options can be used, and what is accepted
-Condition = tuple[str, Callable[[Any], bool], str]
-# the file of each observer, and its class, in the order in which they are called
-OBSERVERS = {"running.metrics": "Metrics", "sampling.texts": "Texts", "running.guards": "Guards",
-             "running.threads": "Threads", "sampling.logprobs": "Logprobs",
-             "sampling.beam_search": "Beams", "sampling.constraints": "Constraints",
-             "sampling.structured_outputs": "Grammars",
-             "sampling.logits_processors": "Processors"}
-# the features that every engine has, if they are installed
-ALWAYS = ("running.metrics", "sampling.texts", "running.guards", "running.threads")
-
 
 # ------------------------------------------------------------------------------- finding them
 
@@ -50,12 +33,13 @@ def optional(module: str) -> ModuleType | None:
         return import_module(module)
     except ImportError as error:
         if not module.startswith(str(error.name)):
-            logger.warning(f"{module} is not used: {error}")
+            logging.getLogger("nanoengine").warning(f"{module} is not used: {error}")
         return None
 
 
 def is_installed(name: str) -> bool:
-    """Whether a feature and its packages are installed; tries to import it."""
+    """Whether a feature, such as "running.swapping", and its packages are installed; tries to
+    import it."""
     return bool(optional(f"nanoengine_extras.{name}"))
 
 
@@ -70,14 +54,55 @@ def extension(name: str, asked: str = "") -> ModuleType:
     raise ValueError(f"{asked or name} needs nanoengine_extras/{path}.py and its packages")
 
 
+def declared(name: str) -> Any:
+    """Returns a table of nanoengine_extras/__init__.py; an empty one if the folder is absent."""
+    return getattr(optional("nanoengine_extras"), name, {})
+
+
+def part(slot: str, options: Any, default: Any) -> Any:
+    """Returns what fills a slot of the engine: a class, a function or a table.
+
+    A feature says in its file what it replaces:
+
+        PARTS = {"block_manager": SwappingBlockManager}
+
+    It does so if an option asks for it, or if it is installed and the table STANDARD of
+    nanoengine_extras names it for this slot. If several features have a class for the slot, the
+    result inherits from all of them.
+
+    options: None if no option decides.
+    """
+    asked = asked_by(options) if options else {}
+    standard = declared("STANDARD").get(slot)
+    if standard and is_installed(standard):
+        asked[standard] = slot
+    modules = [extension(*each) for each in asked.items()]
+    found = [module.PARTS[slot] for module in modules if slot in getattr(module, "PARTS", {})]
+    if len(found) > 1:
+        return type(slot, tuple(found), {})
+    return found[0] if found else default
+
+
+def call_of(name: str, call: str) -> Callable:
+    """Returns a method of `LLM` that is a function in the file of a feature."""
+    def method(llm: Any, *args: object, **options: object) -> Any:
+        return getattr(extension(name, f"LLM.{call}"), call)(llm, *args, **options)
+
+    method.__doc__ = f'See `help("nanoengine_extras.{name}.{call}")`.'
+    return method
+
+
 # ------------------------------------------------------------------------------ their options
 
 
-def of(name: str, default: Any = MISSING) -> Any:
+def of(name: str, default: Any = MISSING, own: dict[str, Any] | None = None) -> Any:
     """A dataclass field that belongs to a feature. A value other than the default asks for the
-    feature. Without `default`, the default is an empty list."""
+    feature. Without `default`, the default is an empty list.
+
+    own: a table of the engine; its names, and functions, do not ask for the feature.
+    """
     make: Any = list if default is MISSING else MISSING
-    return field(default=default, default_factory=make, metadata={"feature": name})
+    return field(default=default, default_factory=make, metadata={"feature": name, "own": own})
 
 
 def asked_by(options: Any) -> dict[str, str]:
@@ -87,43 +112,16 @@ def asked_by(options: Any) -> dict[str, str]:
         value = getattr(options, each.name)
         # the class has the default, unless it is a list
         if "feature" in each.metadata and value != getattr(type(options), each.name, []):
-            found[each.metadata["feature"]] = f"{each.name}={value!r:.100}"
+            own = each.metadata["own"]
+            # a list, because the user's value may not be hashable
+            if own is None or not (callable(value) or value in [*own]):
+                found[each.metadata["feature"]] = f"{each.name}={shown(value)}"
     return found
 
 
-# --------------------------------------------------------------------------- a user's input
-
-
-def rejected(name: str, value: object, accepted: str) -> ValueError:
-    """Returns the error for bad input: the argument, its value and what is accepted."""
-    return ValueError(f"{name}={value!r:.200} is not accepted: it must be {accepted}")
-
-
-@contextmanager
-def naming(what: object) -> Iterator[None]:
-    """Re-raises an error from a library, or from a user's function, as a ValueError that names the
-    input: `what` is a name, or an error from `rejected`."""
+def shown(value: object) -> str:
+    """Returns the start of the repr of a value, for messages."""
     try:
-        yield
-    except Exception as error:
-        message = str(error) or repr(error)
-        if is_installed("running.strict"):
-            message = extension("running.strict").message_of(error, message)
-        raise ValueError(f"{what}: {message}") from error
-
-
-def strict(kind: type) -> type:
-    """Decorates a dataclass of options: strict.py, if installed, checks their names and types."""
-    if is_installed("running.strict"):
-        return extension("running.strict").checked_options(kind)
-    return kind
-
-
-def check(options: object, conditions: list[Condition]) -> None:
-    """Raises ValueError for the first condition that does not hold, and for an option of a feature
-    that is not installed. A feature can have more CONDITIONS in its file."""
-    for feature, asked in asked_by(options).items():
-        conditions = conditions + getattr(extension(feature, asked), "CONDITIONS", [])
-    for name, holds, accepted in conditions:
-        if not holds(options):
-            raise rejected(name, getattr(options, name), accepted.format(**vars(options)))
+        return f"{value!r:.200}"
+    except Exception:
+        return f"an object of the class {type(value).__name__}, whose repr raises"

@@ -1,23 +1,18 @@
-"""`LLM`: the calls of a user.
+"""`LLM`: the calls of a user. `Driver`: the loop of a call.
 
 `requests.py` turns prompts into requests, and new tokens into results; `engine.py` runs the
-sequences. `generate` and `stream` are loops over `steps_for`.
+sequences of the requests.
 
-Threads take turns. A turn is one step, which serves the requests of all threads, or one look at the
-results.
-
-    thread A   queue  [step 1] [look]                   [step 3] [look]
-    thread B                          queue  [step 2] [look]     …
-                                                └─ computes the requests of both
-
-"look" collects the new tokens of the call's own requests. Brackets mark a turn; other
-threads can take turns between a step and its look.
+    requests = make_requests(prompts)            checked, before any of them runs
+    add(requests)                                they wait in the engine's queue
+    while not all have ended:
+        updated = step()                         the requests that have a new token
+    return [request.output() for request in requests]
 """
 
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -25,14 +20,84 @@ from typing import Any
 from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS, asked_by, extension, is_installed, naming, rejected
+from nanoengine.engine import Engine, make_engine
+from nanoengine.errors import naming, rejected
+from nanoengine.features import asked_by, call_of, declared, part
 from nanoengine.kernels import kernels
 from nanoengine.loader import Tokenizer, find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor, Params, Prompts, Request, RequestOutput
 from nanoengine.sampling_params import SamplingParams
+
+
+class Driver:
+    """Runs the steps of one call at a time, whatever its thread.
+
+    If nanoengine_extras/running/shared_steps.py is installed, its driver takes the place of this
+    one: then any thread can call at any time, and all calls share their steps.
+
+    active: the requests in the engine, by their ids.
+    """
+
+    def __init__(self, engine: Engine, check_process: Callable) -> None:
+        self.engine = engine
+        self.check_process = check_process
+        self.active: dict[str, Request] = {}
+
+    def add(self, requests: list[Request]) -> None:
+        """Queues requests."""
+        self.check_process()
+        for request in requests:
+            self.active[request.request_id] = request
+            self.engine.add(request.seq)
+
+    def step(self) -> list[Request]:
+        """Runs one step; returns the requests that have a new token, or end."""
+        self.check_process()
+        updated = {seq.request_id: self.active[seq.request_id] for seq in self.engine.step()}
+        for request_id, request in updated.items():
+            if request.is_finished:
+                del self.active[request_id]
+        return [*updated.values()]
+
+    def abort(self, requests: list[Request]) -> None:
+        """Ends requests that have not ended."""
+        self.engine.abort({request.request_id for request in requests})
+        for request in requests:
+            request.end()
+            self.active.pop(request.request_id, None)
+
+    def run(self, requests: list[Request],
+            look: Callable = lambda request: request) -> Generator[list]:
+        """Runs steps until all requests of a call have ended.
+
+        It first queues them, and yields an empty list. After each step, it yields `look(request)`,
+        by default the request itself, for each request with a new token, or raises the error of a
+        request. However this ends, the engine is empty afterwards, and all blocks are free.
+        """
+        if self.active:
+            raise RuntimeError("requests of another call have not ended; only with "
+                               "nanoengine_extras/running/shared_steps.py can calls share steps")
+        try:
+            self.add(requests)
+            yield []
+            # at the end, a step without results can be in flight
+            while self.engine.has_unfinished():
+                updated = self.step()
+                for request in updated:
+                    if request.error:
+                        raise request.error
+                yield [look(request) for request in updated]
+        finally:
+            # after an error, Ctrl-C, or if a user drops a stream
+            if self.active or self.engine.has_unfinished():
+                self.active = {}
+                self.engine.reset()
+
+    def change(self, work: Callable) -> Any:
+        """Does some work that changes the engine, between two steps; returns its result."""
+        return work()
 
 
 class LLM(AbstractContextManager):
@@ -44,11 +109,9 @@ class LLM(AbstractContextManager):
     The keywords are those of `EngineConfig`. Raises ValueError for an option, a model or a
     checkpoint that it cannot use.
 
-    Any thread can call its methods at any time, and the requests of all calls run in the same
-    steps. An error in one request ends only the call of that request. An error that breaks a step,
-    such as Ctrl-C or running out of memory, ends all requests in the engine and leaves it with all
-    blocks free. The thread that ran the step gets this error; the threads of the other requests get
-    a RuntimeError that names it.
+    An error in a request, or one that breaks a step, such as Ctrl-C or running out of memory, ends
+    the call and leaves the engine with all blocks free. With the feature shared_steps, any thread
+    can call at any time: see nanoengine_extras/running/shared_steps.py.
     """
 
     # for help() and notebooks
@@ -57,29 +120,19 @@ class LLM(AbstractContextManager):
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
-        self.check_process = kernels(config.device, config.kernels).check_process()
-        features = Features([*ALWAYS, *asked_by(config)], config.features)
+        # raises an error where a computation in a forked process would hang
+        check_process = kernels(config.device, config.kernels).check_process()
+        features = Features([*declared("ALWAYS"), *asked_by(config)], config.features)
         folder = find_model(config.model, config)
         self.model_config = load_config(folder, config.load_format, config.model_impl)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
-        make_runner = ModelRunner
-        if config.tensor_parallel_size > 1:
-            make_runner = extension("running.tensor_parallel").TensorParallelRunner
+        make_runner = part("runner", config, ModelRunner)
         # errors such as a size of 0 in config.json, or a model too large for the memory
         with naming(f"{config.model} cannot be run with these options"):
             runner = make_runner(config, self.model_config, folder, features)
-        self.engine = Engine(config, runner, features)
         self.inputs.max_model_len = runner.max_model_len
-        # requests that the next step of any thread adds to the engine
-        self.arrived: deque[Request] = deque()
-        # requests that the next step ends
-        self.dropped: deque[Request] = deque()
-        # the requests in the engine; changes only within `change`
-        self.entered: dict[str, Request] = {}
-        # held by the thread whose turn it is
-        self.lock: Any = threading.RLock()
-        # the error that broke the last step
-        self.error: Exception | None = None
+        self.engine = make_engine(config, runner, features)
+        self.driver = part("driver", config, Driver)(self.engine, check_process)
 
     # ------------------------------------------------------------------------ generating
 
@@ -95,17 +148,15 @@ class LLM(AbstractContextManager):
             only with scheduling_policy="priority".
 
         Raises ValueError for bad input before anything is generated, and RuntimeError if the engine
-        is closed or if an error in another thread breaks a shared step.
+        is closed, or if an error in another call breaks a shared step.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        kind: Callable = tqdm
-        if is_installed("running.metrics"):
-            # this bar shows the tokens per second over all calls
-            kind = extension("running.metrics").bar(self.engine, use_tqdm)
-        bar = kind(total=len(requests), desc="Generating", disable=not use_tqdm)
-        with bar, closing(self.steps_for(requests)) as steps:
+        bar_of = part("progress_bar", self.config, lambda engine: tqdm)(self.engine)
+        make_bar = use_tqdm if callable(use_tqdm) else partial(bar_of, disable=not use_tqdm)
+        bar = make_bar(total=len(requests), desc="Generating")
+        with bar, closing(self.driver.run(requests)) as steps:
             for updated in steps:
-                bar.update(sum(each.is_finished for each in updated))
+                bar.update(sum(request.is_finished for request in updated))
         return [request.output() for request in requests]
 
     def stream(self, prompts: Prompts, sampling_params: Params = None,
@@ -115,31 +166,22 @@ class LLM(AbstractContextManager):
         `.finished` marks the last output of a request. Dropping the iterator frees its requests.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        steps = self.steps_for(requests, Request.output)
-        # queues them now
+        steps = self.driver.run(requests, Request.output)
+        # up to its first yield: the requests are queued now
         next(steps)
         return (output for outputs in steps for output in outputs)
 
-    def chat(self, *args: object, **kwargs: object) -> list[RequestOutput]:
-        """Answers conversations: chat(messages, sampling_params=None, use_tqdm=True, *,
-        priority=None, …). `help("nanoengine_extras.tools.chat.render")` has the other options."""
-        return extension("tools.chat").chat(self, *args, **kwargs)
+    # these need features: the functions of the same names in their files
+    chat = call_of("tools.chat", "chat")
+    stream_chat = call_of("tools.chat", "stream_chat")
+    beam_search = call_of("sampling.beam_search", "beam_search")
+    score = call_of("tools.scores", "score")
+    metrics = call_of("running.metrics", "metrics")
+    # with trace=True: a record of each step
+    trace = property(call_of("running.metrics", "trace"))
+    turn = call_of("running.shared_steps", "turn")
 
-    def stream_chat(self, *args: object, **kwargs: object) -> Iterator[RequestOutput]:
-        """Like `chat`, but yields the answer so far whenever it has new tokens, like `stream`."""
-        return extension("tools.chat").stream_chat(self, *args, **kwargs)
-
-    def beam_search(self, *args: object, **kwargs: object) -> list:
-        """Returns the best completions of each prompt: beam_search(prompts, params, priority=None).
-        `help("nanoengine_extras.sampling.beam_search.BeamSearchParams")` has the details."""
-        return extension("sampling.beam_search").beam_search(self, *args, **kwargs)
-
-    def score(self, *args: object, **kwargs: object) -> list:
-        """Returns how likely texts are as continuations: score(prompts, continuations,
-        use_tqdm=True). `help("nanoengine_extras.tools.scores.score")` has the details."""
-        return extension("tools.scores").score(self, *args, **kwargs)
-
-    # ------------------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------------ steps by hand
 
     def add(self, prompts: Prompts, sampling_params: Params = None,
             priority: int | list[int] | None = None) -> list[Request]:
@@ -148,23 +190,17 @@ class LLM(AbstractContextManager):
         A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        self._queue(requests)
-        try:
-            self.change()
-        except BaseException:
-            # after Ctrl-C, for example, the caller has no requests to abort
-            self.dropped += requests
-            raise
+        self.driver.add(requests)
         return requests
 
     def step(self) -> list[Request]:
         """Runs one step for all requests, and returns the requests that have new tokens.
 
         A request that cannot continue gets the `finish_reason` "error". An error that breaks the
-        step is raised; the next step then ends all requests ("abort"). If other threads run steps
-        as well, read a request inside `with llm.turn():`.
+        step is raised. If other threads run steps as well, read a request inside
+        `with llm.turn():`.
         """
-        return self.change(self._step)
+        return self.driver.step()
 
     def abort(self, requests: list[Request]) -> None:
         """Ends requests, waiting or running, and frees their blocks.
@@ -172,117 +208,13 @@ class LLM(AbstractContextManager):
         requests: those that `add` returned; finished ones stay as they are.
         """
         with naming(rejected("requests", requests, "a list of what `add` returned")):
-            self.dropped += [each for each in requests if not each.is_finished]
-        # not within a turn: the garbage collector can close a stream while this thread has a turn
-        if self.dropped and not self.lock._is_owned():
-            self.change()
+            left = [request for request in requests if not request.is_finished]
+        self.driver.abort(left)
 
-    def steps_for(self, requests: list,
-                  look: Callable = lambda each: each) -> Generator[list]:
-        """Runs steps until all requests of one call have finished.
-
-        It first queues them, and yields an empty list. After each step, it yields `look(request)`,
-        by default the request itself, for each request with new tokens, or raises the error of a
-        request. The requests are freed however this ends. If a step of another thread has already
-        computed new tokens, this call takes them and runs no step.
-        """
-        num_left = len(requests)
-        inbox = requests[0].inbox if requests else {}
-        try:
-            self._queue(requests)
-            yield []
-            while num_left:
-                self.change(lambda: inbox or self._step())
-                with self.turn():
-                    updated = [inbox.pop(each) for each in [*inbox]]
-                    num_left -= sum(each.is_finished for each in updated)
-                    seen = [look(each) for each in updated]
-                for request in updated:
-                    if request.error:
-                        raise request.error
-                yield seen
-        finally:
-            if num_left:
-                # at once, because Ctrl-C could interrupt `abort` before it does this
-                self.dropped += requests
-                self.abort(requests)
-
-    def _step(self) -> list[Request]:
-        """Runs one step; returns the requests with new tokens."""
-        updated = {seq.request_id: self.entered[seq.request_id] for seq in self.engine.step()}
-        for request_id, request in updated.items():
-            request.inbox[request_id] = request
-            if request.is_finished:
-                del self.entered[request_id]
-        if not self.entered and self.engine.in_flight:
-            # all requests have ended, but a step with their sequences is still in flight
-            self.engine.step()
-        return [*updated.values()]
-
-    def _queue(self, requests: list[Request]) -> None:
-        """Queues these requests: the next step of any thread adds them."""
-        # only for its checks: this does not take the lock
-        self.turn()
-        if not self.engine.runner:
-            raise RuntimeError("the LLM is closed: make a new one")
-        self.arrived += requests
-
-    def turn(self) -> threading.RLock:
-        """Returns the lock: `with llm.turn():` holds the engine for this thread alone, between two
-        steps.
-
-        Raises RuntimeError if this thread already has a turn, or if this process is a fork.
-        """
-        self.check_process()
-        if self.lock._is_owned():
-            raise RuntimeError("this thread is already in a call")
-        return self.lock
-
-    def change(self, work: Callable = lambda: None) -> Any:
-        """Changes the engine, in a turn of its own: moves the requests that have arrived into the
-        engine, ends those that were dropped, then does some work, such as a step. Returns what
-        `work` returns.
-
-        An error or Ctrl-C can leave the engine inconsistent. Then the next change first ends all
-        requests.
-        """
-        with self.turn():
-            try:
-                if self.error:
-                    self.engine.reset()
-                    self.dropped += self.entered.values()
-                while self.arrived:
-                    first = self.arrived[0]
-                    # in this order: Ctrl-C in between must leave it in `arrived` or `entered`
-                    self.entered[first.request_id] = first
-                    self.engine.add(self.arrived.popleft().seq)
-                # other threads can drop more meanwhile; requests of another engine are ignored
-                dropped = [self.dropped.popleft() for _ in self.dropped.copy()]
-                dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
-                if dropped:
-                    self.engine.abort({each.request_id for each in dropped})
-                for each in dropped:
-                    # in this order: Ctrl-C in between must leave it in `entered`
-                    each.end(self.error)
-                    self.entered.pop(each.request_id, None)
-                self.error = None
-                return work()
-            except BaseException as error:
-                self.error = RuntimeError(f"a shared step failed: {error!r}")
-                raise
+    # the requests that have not ended, by their ids
+    active = property(lambda self: self.driver.active)
 
     # ------------------------------------------------------------------------------ the rest
-
-    # the requests that have not ended, by id
-    active = property(lambda self: self.entered | {r.request_id: r for r in [*self.arrived]})
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns current gauges, and counters since the start:
-        `help("nanoengine_extras.running.metrics.Metrics.gauges")` names them."""
-        return extension("running.metrics").metrics_of(self.engine).gauges()
-
-    # with trace=True: a record of each step
-    trace = property(lambda self: extension("running.metrics").metrics_of(self.engine).trace)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that `sampling_params=None` stands for: see
@@ -297,12 +229,12 @@ class LLM(AbstractContextManager):
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache; blocks in use stay in use. Returns True, as in vLLM."""
         manager = self.engine.scheduler.block_manager
-        self.change(lambda: manager.forget([*manager.blocks_by_hash]))
+        self.driver.change(lambda: manager.forget([*manager.blocks_by_hash]))
         return True
 
     def close(self) -> None:
         """Frees the weights and the KV cache. The engine cannot generate afterwards."""
-        self.change(self.engine.close)
+        self.driver.change(self.engine.close)
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -10,6 +10,7 @@ difference that `Family` does not cover yet.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -18,26 +19,43 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, logger, naming, rejected
-from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table
+from nanoengine.errors import checks, logger, naming, rejected
+from nanoengine.features import extension, part, shown
+from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table, window_of
 
-# the transformers classes that `Decoder` can replace
-ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
-# values that all families share in config.json; transformers assumes them for missing entries
-USUAL = {"hidden_act": "silu", "is_causal": True, "transformers_weights": None}
+# The kinds of rotary positions, and for those that lengthen the context by a factor, the entry that
+# is multiplied: vLLM's rule (`_get_and_verify_max_len`). For llama3, max_position_embeddings is the
+# length after the scaling. For yarn it can be the length before or after, and counts only if the
+# other entry is absent: transformers then sets that to the same number.
+ROPES = {"default": "", "llama3": "", "linear": "max_position_embeddings",
+         "yarn": "original_max_position_embeddings"}
+# What `Decoder` computes exactly: the values of entries in config.json. If an entry is missing,
+# transformers assumes the first of these values.
+SUPPORTED: dict[str, list | range] = {
+    "architectures": [[family.architecture] for family in FAMILIES.values()],
+    "model_type": [*FAMILIES],
+    "hidden_act": ["silu"],
+    "is_causal": [True],
+    "transformers_weights": [None],
+    # positions are int32
+    "max_position_embeddings": range(1, 2**31),
+    "rope_type": [*ROPES],
+    "partial_rotary_factor": [1.0]}
 
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
     """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
     Face id, or one made from a GGUF file. name: the argument's name, for messages."""
-    folder = Path(model).expanduser().absolute()
-    files = [folder, *(weight_files(folder) or folder.glob("*"))]
+    asked = f"{name}={shown(model)}"
+    with naming(asked):
+        folder = Path(model).expanduser().absolute()
+        files = [folder, *(weight_files(folder) or folder.glob("*"))]
+        is_folder = folder.is_dir()
     if any(file.suffix.lower() == ".gguf" for file in files):
-        quantized = extension("models.quantized", f"{name}={str(model)!r}")
-        return quantized.as_folder(folder, config, name)
-    if folder.is_dir():
+        return extension("models.quantized", asked).as_folder(folder, config, name)
+    if is_folder:
         return folder
-    hub = extension("models.hub", f"{name}={str(model)!r}, which is not a folder,")
+    hub = extension("models.hub", f"{asked}, which is not a folder,")
     return hub.download(str(model), folder, config, name)
 
 
@@ -49,15 +67,14 @@ def load_config(folder: Path, load_format: str = "dummy",
     model_impl: "native": a family of model.py; "transformers": any model, in transformers' code;
         "auto": "native" if model.py has the architecture, else "transformers".
     """
-    if is_installed("models.explain"):
-        extension("models.explain").check_folder(folder, load_format, model_impl)
+    part("check_folder", None, lambda *_: None)(folder, load_format, model_impl)
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         # not the architecture: EXAONE's config.json may name Llama's
         known = config.model_type in FAMILIES
         if model_impl == "transformers" or model_impl == "auto" and not known:
-            return extension(
-                "models.transformers_models", str(config.architectures)).describe(config)
+            asked = f"architectures={config.architectures}"
+            return extension("models.transformers_models", asked).describe(config)
         if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)
@@ -66,47 +83,38 @@ def load_config(folder: Path, load_format: str = "dummy",
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute exactly."""
-    def check(name: str, value: object, supported: list | range) -> None:
+    rope = config.rope_parameters
+    for name, supported in SUPPORTED.items():
+        value = rope.get(name, getattr(config, name, supported[0]))
         if value not in supported:
             raise rejected(f"the model's {name}", value, f"one of {supported}")
-
-    check("architectures", config.architectures, [[name] for name in ARCHITECTURES])
-    check("model_type", config.model_type, [*FAMILIES])
-    rest = config.num_attention_heads % max(1, config.num_key_value_heads)
-    check("num_attention_heads % num_key_value_heads", rest, [0])
-    for name, usual in USUAL.items():
-        check(name, getattr(config, name, usual), [usual])
-    # positions are int32
-    check("max_position_embeddings", int(config.max_position_embeddings), range(1, 2**31))
-    rope = config.rope_parameters
-    check("rope_type", rope["rope_type"], ["default", "linear", "llama3", "yarn"])
-    check("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), [1.0])
-    windowed = ["sliding_attention"] if entry_of(config, "layer_types") else []
+    if config.num_attention_heads % max(1, config.num_key_value_heads):
+        raise rejected("the model's num_attention_heads", config.num_attention_heads,
+                       f"a multiple of num_key_value_heads={config.num_key_value_heads}")
+    kinds = ["full_attention"]
+    if entry_of(config, "layer_types"):
+        kinds.append("sliding_attention")
     for kind in vars(config).get("layer_types") or ():
-        check("layer_types", kind, ["full_attention", *windowed])
+        if kind not in kinds:
+            raise rejected("the model's layer_types", kind, f"one of {kinds}")
+    for index in range(config.num_hidden_layers):
+        # with a window of 1, transformers contradicts itself: its cache keeps all keys
+        window = window_of(config, index)
+        if window is not None and window < 2:
+            raise rejected("the model's sliding_window", window, "at least 2")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Returns how many tokens the model can see, by vLLM's rule (`_get_and_verify_max_len`):
-
-        default, llama3   max_position_embeddings
-        linear            factor * max_position_embeddings
-        yarn              factor * original_max_position_embeddings
-
-    For llama3, max_position_embeddings is the length after the scaling. For yarn it can be the
-    length before or after the scaling, and counts only if original_max_position_embeddings is
-    absent. Without a factor, it is the length after the scaling.
-    """
+    """Returns how many tokens the model can see: see `ROPES`."""
     rope = config.rope_parameters
     length = config.max_position_embeddings
-    if rope["rope_type"] in ("default", "llama3") or rope["factor"] is None:
+    scaled = ROPES[rope["rope_type"]]
+    # without a factor, it is the length after the scaling
+    if not scaled or rope["factor"] is None:
         return length
-    if rope["rope_type"] == "yarn":
-        # transformers sets a missing one to max_position_embeddings
-        length = rope["original_max_position_embeddings"]
-    return int(length * rope["factor"])
+    return int(rope.get(scaled, length) * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -116,7 +124,11 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
-    with naming(f"{folder} needs a tokenizer.json (not a Python tokenizer), or tokenizer=…"):
+    with naming(f"{folder}: its tokenizer must have a tokenizer.json that can be read"):
+        # transformers can read one of these files in its place
+        entries = read_json(folder / "tokenizer_config.json")
+        for name in entries.get("fast_tokenizer_files", []):
+            file_in(folder, name)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files show only when it encodes text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
@@ -128,14 +140,37 @@ def load_eos(folder: Path, config: PretrainedConfig,
     """Returns every EOS token with its `stop_reason`: as in vLLM, None for the tokenizer's own, and
     the id for those from generation_config.json, or else from config.json."""
     with naming(file := folder / "generation_config.json"):
-        given = json.loads(file.read_text()) if file.is_file() else {}
-        eos = given.get("eos_token_id")
-    eos = config.eos_token_id if eos is None else eos
-    own = tokenizer and tokenizer.eos_token_id
+        eos = read_json(file).get("eos_token_id")
+        if eos is None:
+            eos = config.eos_token_id
+        ids = {*eos} if isinstance(eos, list) else {eos}
+    reasons = {token_id: token_id for token_id in ids}
+    if tokenizer:
+        reasons[tokenizer.eos_token_id] = None
     # some files say -1 for none, and some tokenizers know more tokens than the model
-    ids = eos if isinstance(eos, list) else [eos]
-    known = [i for i in {*ids, own} - {None} if i in range(config.vocab_size)]
-    return {i: None if i == own else i for i in known}
+    return {i: reason for i, reason in reasons.items() if i in range(config.vocab_size)}
+
+
+def read_json(file: Path) -> dict:
+    """Returns the entries of a JSON file; none if it is absent."""
+    return json.loads(file.read_bytes()) if file.is_file() else {}
+
+
+def file_in(folder: Path, name: Any) -> Path:
+    """Returns the path of a file of a model, which another of its files names.
+
+    Raises ValueError for a name that leads out of the folder, also by a link. Only Hugging Face's
+    cache has such links: from a folder in "snapshots" to files in "blobs", beside it.
+    """
+    home = folder.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    # the system takes no longer name
+    is_name = isinstance(name, str) and len(name.encode()) < 256
+    if not is_name or not {*homes} & {*(folder / name).resolve().parents}:
+        raise rejected("a file's name", name, f"that of a file in {folder}")
+    return folder / name
 
 
 # --------------------------------------------------------------------------------- weights
@@ -143,8 +178,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
 
 def place_on(model: nn.Module, device: str) -> None:
     """Allocates memory for the weights of a model, or of a part of one."""
-    if is_installed("running.strict"):
-        extension("running.strict").check_memory(model.parameters(), device)
+    checks().memory(model.parameters(), device)
     model.to_empty(device=device)
 
 
@@ -154,26 +188,29 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     The rows of "….qkv_proj.weight" are those of "….q_proj.weight", then of k and v.
     """
-    targets = {}
+    targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        # ".layers.0.self_attn", "qkv_proj", "weight"; the leading dot gives "norm.weight" 3 parts
-        path, own, kind = f".{name}".rsplit(".", 2)
-        module = model.get_submodule(f"{path}.{own}"[1:])
-        parts = getattr(module, "parts", {own: len(parameter)})
-        for part, rows in zip(parts, parameter.split([*parts.values()])):
-            targets[f"{path}.{part}.{kind}"[1:]] = rows
+        path, kind = name.rsplit(".", 1)
+        parts = getattr(model.get_submodule(path), "parts", None)
+        if parts is None:
+            targets[name] = parameter
+            continue
+        parent, _ = path.rsplit(".", 1)
+        for own, rows in zip(parts, parameter.split([*parts.values()])):
+            targets[f"{parent}.{own}.{kind}"] = rows
     return targets
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Returns the files that transformers would read: model.safetensors, or else those that the
     index names. Files that are absent are left out."""
-    names = ["model.safetensors"]
+    files = [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / names[0]).is_file():
+    if index.is_file() and not files[0].is_file():
         with naming(index):
-            names = sorted({*json.loads(index.read_text())["weight_map"].values()})
-    return [folder / name for name in names if (folder / name).is_file()]
+            names = {*read_json(index)["weight_map"].values()}
+            files = sorted(file_in(folder, name) for name in names)
+    return [file for file in files if file.is_file()]
 
 
 def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
@@ -199,17 +236,19 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     # each tensor of the checkpoint goes to its part of a parameter, until all are filled
     missing = checkpoint_tensors(model)
     for file in weight_files(folder):
-        with naming(f"{file} is truncated, or does not fit the model"), torch.device("cpu"):
+        with naming(file), torch.device("cpu"):
             names = opened(file, framework="pt").keys()
             # rope_table computes inv_freq
             for name in [each for each in names if not each.endswith("inv_freq")]:
                 # opened per tensor: a mapped file's pages count as used memory until it is closed
                 tensor = opened(file, framework="pt").get_slice(name)
-                target = missing.pop(name.removeprefix("model."))
+                target = missing.pop(name.removeprefix("model."), None)
+                if target is None:
+                    raise ValueError(f"the model has no tensor {name!r}, or the file has it twice")
                 loaded = read(tensor, target)
                 if loaded.shape != target.shape or not loaded.is_floating_point():
-                    shown = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
-                    raise rejected(name, shown, f"floats of shape {tuple(target.shape)}")
+                    found = f"{tensor.get_dtype()} of shape {tuple(tensor.get_shape())}"
+                    raise rejected(name, found, f"floats of shape {tuple(target.shape)}")
                 target.copy_(loaded)
     if config.tie_word_embeddings:
         tie(model.embed_tokens, model.lm_head, missing)

@@ -1,6 +1,8 @@
 """`ModelRunner`: from a `Batch` to sampled tokens, on a CPU or on a GPU.
 
-It owns the model, the memory of the KV cache and the inputs of a step. It does not decide which
+A step of one sequence reads all weights of the model to compute one token. A step of many sequences
+reads them only once, so it takes hardly longer: this is why an engine computes batches. The runner
+owns the model, the memory of the KV cache and the inputs of a step. It does not decide which
 sequences run.
 
     launch(batch)
@@ -12,16 +14,18 @@ sequences run.
 
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from nanoengine.attention import BACKENDS, choose_backend, make_caches
+from nanoengine.attention import backends, choose_backend, make_caches
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
-from nanoengine.features import extension, is_installed, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension, part
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
 from nanoengine.model import FAMILIES, Decoder, rope_table
@@ -32,16 +36,27 @@ from nanoengine.step_inputs import (
     Launched, StepInputs, StepShape, known_ids, step_arrays, to_buffer)
 
 
+class BlockCopier:
+    """Makes the copies that a step begins with. blocks: see `ModelRunner.allocate`."""
+
+    def __init__(self, blocks: Tensor, config: EngineConfig) -> None:
+        self.blocks = blocks
+
+    def copy(self, copies: Copies) -> None:
+        for target, origin in copies.copy_on_write.items():
+            self.blocks[target].copy_(self.blocks[origin], non_blocking=True)
+
+
 class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
-    is_invariant: whether a row has the same bits whatever other rows there are.
+    is_invariant: whether a row has the same bits whatever other rows there are; for guards.py.
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
-    num_kv_blocks: the blocks that can be handed out, block 0 not included.
+    last_sampled: the tokens of the previous step, on the device.
     block_bytes: the size of K and V of one block in all layers.
+    num_kv_blocks: the blocks that can be handed out, block 0 not included.
     max_model_len: the longest sequence that the model, the cache and the user allow, in tokens.
-    host_blocks: the pool on the host for swapping, (blocks, layers, 2, …); empty if there is none.
 
     Raises torch.OutOfMemoryError if weights, the largest step and graphs do not fit, and ValueError
     if an explicit max_model_len is more than the model or the cache allows.
@@ -58,47 +73,47 @@ class ModelRunner:
         self.backend = choose_backend(
             config.attention_backend, self.device, self.dtype, config.block_size)
         self.graphs = CudaGraphs(config.max_num_seqs)
-        num_rows = config.max_num_seqs
-        if config.speculation != "none":
-            num_rows += extension("sampling.speculation").num_more_rows(config)
+        num_more_rows = part("num_more_rows", config, lambda config: 0)(config)
+        num_rows = config.max_num_seqs + num_more_rows
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         # 1. the model
         self.model = self.load_model(folder)
-        # unless the library replaces the model's attention, the model calls a backend
-        if BACKENDS[self.backend].attend is None and not self.kernels.knows_attention(self.model):
-            self.backend = "gather"
-        self.is_invariant = self.kernels.optimize(
-            self.model, has_attention=BACKENDS[self.backend].attend is None)
-        # 2. how much of the KV cache fits
+        is_in_model = backends(self.device)[self.backend].is_in_model
+        if is_in_model and not self.kernels.knows_attention(self.model):
+            # the library has its attention only for modules that it knows
+            self.backend, is_in_model = "gather", False
+        self.is_invariant = self.kernels.optimize(self.model, has_attention=is_in_model)
+
+        # 2. the size of its KV cache
         asked = config.max_model_len
         limit = context_length(model_config)
-        self.max_model_len = min(asked or limit, limit)
         self.block_bytes = self.make_caches(num_blocks=1).nbytes
-        self.num_kv_blocks = config.num_kv_blocks or self.measure_free_bytes() // self.block_bytes
-        longest = min(limit, self.num_kv_blocks * config.block_size)
+        num_blocks = config.num_kv_blocks
+        if not num_blocks:
+            free_bytes = self.measure_free_bytes(min(asked or limit, limit))
+            num_blocks = free_bytes // self.block_bytes
+        longest = min(limit, num_blocks * config.block_size)
         # at least one token of a prompt and one of output
         if not 2 <= (asked or 2) <= longest:
-            caps = f"{self.num_kv_blocks} blocks of {config.block_size}, the model's limit {limit}"
+            cache = f"{num_blocks} blocks of {config.block_size} tokens"
             raise rejected("max_model_len", asked or limit,
-                           f"at least 2, or None, and at most {longest}: {caps}")
-        self.max_model_len = asked or longest
+                           f"2 to {longest} ({cache}; the model allows {limit})")
+
         # 3. its memory, and the graphs that use it
-        self.allocate(self.num_kv_blocks)
-        if config.preemption_mode == "swap":
-            self.host_blocks = extension("running.swapping").host_pool(self.blocks, config)
+        self.allocate(num_blocks, asked or longest)
 
     def load_model(self, folder: Path, **options: Callable) -> Decoder:
         """Returns the model; `options` go to the loader; tensor parallelism passes some."""
+        config = self.config
         found = vars(self.model_config).get("quantization_config")
         # the second place is where ModelOpt wrote it in 2024
-        if self.config.quantization or found or (folder / "hf_quant_config.json").is_file():
+        if config.quantization or found or (folder / "hf_quant_config.json").is_file():
             options |= extension("models.quantized", "its quantization").slots(self, folder)
         if self.model_config.model_type not in FAMILIES:
             return extension("models.transformers_models").load(self, folder, **options)
-        gib = self.config.cpu_offload_gb
-        load = extension("running.offload").offloading(gib) if gib else load_model
-        return load(folder, self.model_config, self.dtype, self.device, self.config.load_format,
+        load = part("load_model", config, lambda config: load_model)(config)
+        return load(folder, self.model_config, self.dtype, self.device, config.load_format,
                     **options)
 
     def close(self) -> None:
@@ -109,34 +124,34 @@ class ModelRunner:
     def make_caches(self, num_blocks: int) -> Tensor:
         """Returns memory for K and V of these blocks: see attention.py."""
         return make_caches(self.model_config, num_blocks, self.config.block_size, self.dtype,
-                           self.device, self.backend)
+                           self.device, backends(self.device)[self.backend])
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_kv_blocks: int, max_model_len: int) -> None:
         """Gives the model its rotary angles and its KV cache, with block 0 in front, and records
         the CUDA graphs of decode steps over this cache, if the device and the model allow them.
 
-        blocks: a view of the cache, (num_blocks + 1, layers, 2, …).
+        blocks: a view of the cache, (num_kv_blocks + 1, layers, 2, …).
         """
+        self.num_kv_blocks = num_kv_blocks
+        self.max_model_len = max_model_len
         # graphs from an earlier call use the memory of the earlier cache
         self.graphs.captured.clear()
-        caches = self.make_caches(num_blocks + 1)
-        rope = rope_table(self.model_config, self.max_model_len)
-        backend = BACKENDS[self.backend]
+        caches = self.make_caches(num_kv_blocks + 1)
+        rope = rope_table(self.model_config, max_model_len)
+        backend = backends(self.device)[self.backend]
         self.model.bind(rope.to(self.device), caches, backend.attend)
         self.blocks = caches.movedim(2, 0)
-        self.host_blocks = self.blocks[:0]
-        # in a transformers model, the host may wait for the GPU
+        self.copier = part("copier", self.config, BlockCopier)(self.blocks, self.config)
+        # a graph cannot capture a step in which the host waits, as in some transformers models
         has_graphs = backend.has_graphs and self.model.has_graphs
         if has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):
                 self.graphs.capture(self)
 
-    def measure_free_bytes(self) -> int:
-        """Returns the bytes for the KV cache: see nanoengine_extras/running/memory.py; without it,
-        1 GiB."""
-        if is_installed("running.memory"):
-            return extension("running.memory").free_bytes(self)
-        return 2**30
+    def measure_free_bytes(self, max_model_len: int) -> int:
+        """Returns the bytes for the KV cache, in which a sequence needs at most `max_model_len`
+        tokens: see memory.py among the features; without it, 1 GiB."""
+        return part("free_bytes", None, lambda *_: 2**30)(self, max_model_len)
 
     # ----------------------------------------------------------------------------- a step
 
@@ -157,25 +172,21 @@ class ModelRunner:
 
         longest_keys: the block tables are wide enough for at least this many keys.
         """
-        longest_keys = max(longest_keys, *map(sum, zip(batch.starts, batch.num_tokens)))
+        lengths = [start + count for start, count in zip(batch.starts, batch.num_tokens)]
+        longest_keys = max(longest_keys, *lengths)
         if self.graphs.can_replay(batch):
             batch, longest_keys = self.graphs.fit(batch, longest_keys, self.max_model_len)
         arrays = step_arrays(batch, self.config.block_size, longest_keys)
         buffer, layout = to_buffer(arrays, self.device)
         # decodes come before the first sequence with several tokens
-        num_decodes = [*(n > 1 for n in batch.num_tokens), True].index(True)
+        num_decodes = len([*takewhile(lambda count: count == 1, batch.num_tokens)])
         return buffer, StepShape(layout, num_decodes, max(batch.num_tokens), longest_keys)
 
     def forward(self, copies: Copies, buffer: Tensor,
                 shape: StepShape) -> tuple[StepInputs, Tensor]:
         """Copies blocks and computes a step; returns its inputs, and the hidden states of the rows
         that get logits, (rows, hidden_size)."""
-        # in this order: see `Copies`
-        for pairs, origins, targets in ((copies.swap_out, self.blocks, self.host_blocks),
-                                        (copies.copy_on_write, self.blocks, self.blocks),
-                                        (copies.swap_in, self.host_blocks, self.blocks)):
-            for target, origin in pairs.items():
-                targets[target].copy_(origins[origin], non_blocking=True)
+        self.copier.copy(copies)
         if shape in self.graphs.captured:
             return self.graphs.replay(buffer, shape)
         step = StepInputs.from_buffer(buffer.to(self.device, non_blocking=True), shape)
@@ -186,22 +197,20 @@ class ModelRunner:
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
-        """Computes the tokens, for at most len(last_sampled) rows at a time: `max_num_seqs`, or
-        more with speculation. Memory was measured for this many rows; new forks can add more.
-        """
+        """Computes logits and tokens, for at most len(last_sampled) rows at a time: memory was
+        measured for this many rows, and forks that begin can be more."""
         size = len(self.last_sampled)
         tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)
         for start in range(0, len(tokens), size):
             logits = self.model.lm_head(hidden[start:start + size])
             rows = batch.sampled[start:start + size]
-            part = slice(start, start + len(rows))
-            tokens[part] = sample(logits, step.draws.of(part), [row.seq for row in rows],
-                                  self.last_sampled, self.features, self.kernels)
-            for feature in self.features.values():
-                feature.drawn(rows, logits, tokens[part])
-        # A step has more rows than last_sampled only when forks begin; then the next step waits for
-        # their tokens. The next step reads NO_TOKEN as token 0; that sequence has ended, so the
-        # result is dropped.
+            these = slice(start, start + len(rows))
+            tokens[these] = sample(logits, step.draws.of(these), [row.seq for row in rows],
+                                   self.last_sampled, self.features, self.kernels)
+            self.features.call("drawn", rows, logits, tokens[these])
+        # If there are more rows than last_sampled holds, the next step waits for the tokens on the
+        # host. NO_TOKEN becomes token 0: its sequence has ended, so what the next step computes
+        # for it is dropped.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

@@ -9,12 +9,16 @@ A feature of your own works like those in nanoengine_extras:
     llm = LLM(model, features=[Print()])
 """
 
+import weakref
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
 
-from nanoengine.features import OBSERVERS, extension, is_installed
+from nanoengine.errors import rejected
+from nanoengine.features import extension, is_installed, declared
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import Launched
 
@@ -24,13 +28,19 @@ class Feature:
 
     A feature keeps its data about a sequence in `Sequence.kept`, under its own name; the data
     disappears with the sequence. A fork begins without it.
+
+    OPTIONS: the names of its options in `SamplingParams(options={…})`; it checks their values in
+        `enter`.
+    engine: the `Engine`, a weak reference: a strong one would keep the engine's memory in use.
     """
+
+    OPTIONS: Collection[str] = ()
+    engine: Any
 
     def begin(self, engine: Any) -> None:
         """Called once the `Engine` is complete; not for a feature that a later request loads.
-
-        Keep only a weak reference: a strong one would keep the engine's memory in use. Raises
-        ValueError for options that it cannot use."""
+        Raises ValueError for options that it cannot use."""
+        self.engine = weakref.proxy(engine)
 
     def enter(self, seqs: list[Sequence], inputs: Any) -> None:
         """The caller's thread turns these sequences into a request. A feature that edits their
@@ -40,9 +50,9 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """A copy with a few more tokens replaces a sequence in some rows of logits: give it what
-        `edit` needs. Only speculation makes such copies. If a feature without this method edits a
-        sequence, there are none."""
+        """Speculation draws tokens after guesses, for a copy of the sequence that has the guesses:
+        give the copy what `edit` reads. If a feature without this method edits a sequence,
+        speculation makes no guesses for it."""
 
     def scheduled(self, batch: Batch) -> None:
         """A step has been scheduled; it is empty if no sequence can run. A feature may add rows to
@@ -69,24 +79,51 @@ class Feature:
         """Fills in the `RequestOutput` of the request that has these sequences."""
 
 
+METHODS = [name for name, value in vars(Feature).items() if callable(value)]
+
+
 class Features(dict[str, Feature]):
     """The features of one engine, by class name, in the order in which the engine calls them.
 
-    From the start, every observer in OBSERVERS has an entry, at first one that does nothing. So
-    the keys never change while another thread iterates over them. A user's features come last.
+    From the start, every observer of nanoengine_extras has an entry, at first one that does
+    nothing: so a feature that is loaded later never resizes the dict under another thread. A user's
+    features come last.
 
     files: the observers to load now; own: a user's features, each of a different class.
     """
 
     def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:
-        super().__init__(dict.fromkeys(OBSERVERS.values(), Feature()))
-        self.update({type(feature).__name__: feature for feature in own})
-        self.loaded: dict[str, Feature] = {}
+        self.lock = Lock()
+        # for each method, the features that override it
+        self.observers: dict[str, list[Feature]] = {}
+        super().__init__(dict.fromkeys(declared("OBSERVERS").values(), Feature()))
+        self.add({type(feature).__name__: feature for feature in own})
         self.load(files)
 
     def load(self, files: Collection[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
-        for file, name in OBSERVERS.items():
-            if file in files and is_installed(file) and type(self[name]) is Feature:
-                # another thread can load it at the same time: both get the first one
-                self[name] = self.loaded.setdefault(name, getattr(extension(file), name)())
+        # two threads can load a feature at the same time
+        with self.lock:
+            self.add({name: getattr(extension(file), name)()
+                      for file, name in declared("OBSERVERS").items()
+                      if file in files and type(self[name]) is Feature and is_installed(file)})
+
+    def add(self, features: dict[str, Feature]) -> None:
+        """Adds features under these names, or puts them in the place of others."""
+        self.update(features)
+        for method in METHODS:
+            default = getattr(Feature, method)
+            self.observers[method] = [
+                feature for feature in self.values() if getattr(type(feature), method) != default]
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Calls a method of all features that override it."""
+        for feature in self.observers[method]:
+            getattr(feature, method)(*arguments)
+
+    def check(self, options: dict[str, Any]) -> None:
+        """Raises ValueError for an option of a request that no feature has."""
+        known = [name for feature in self.values() for name in feature.OPTIONS]
+        for name in options.keys() - known:
+            near = get_close_matches(name, known, 1) or known
+            raise rejected(f"options[{name!r}]", options[name], f"an option of a feature: {near}")

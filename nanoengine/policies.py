@@ -1,15 +1,19 @@
-"""Policies for batching, queue order, preemption and memory. Each is a small function with a name
-in a table; you can pass your own function instead of a name.
+"""Policies for batching, queue order and preemption. Each is a small function with a name in a
+table; you can pass your own function instead of a name.
 
-nanoengine_extras/running/policies.py adds more names to these tables when a name is not found
-there. A policy of your own that never runs a sequence would hang the engine, so guards.py raises an
-error.
+Requests share the device and its memory, and no rule suits every workload: a prompt that goes first
+makes others wait for their next token, and one that waits gets its first token late. So each of
+these decisions is a function that can be replaced, and the scheduler has only what all rules share.
+
+nanoengine_extras/running/policies.py has more names. A policy of your own that never runs a
+sequence would hang the engine, so guards.py raises an error.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from nanoengine.features import extension, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import part
 from nanoengine.sequence import Batch
 
 
@@ -39,29 +43,27 @@ BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
 ORDERS: Table = {"fcfs": lambda seq: 0}
 # chooses the sequence to preempt from the running ones, which are in order of admission
 VICTIMS: Table = {"youngest": lambda running: running[-1]}
-# an admitted sequence has blocks for at least this many tokens; the second argument is
-# max_model_len
-KV_ALLOCATION: Table = {"on-demand": lambda seq, longest: 0}
-
-# for each of these options of `LLM`, its table
-POLICIES: dict[str, Table] = {
-    "scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS,
-    "kv_allocation": KV_ALLOCATION}
+# the table of each of these options of `LLM`
+TABLES = {"scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS}
 
 
-def find_policy(option: str, policy: Policy) -> Callable:
+def find_policy(option: str, policy: Policy, more: Table | None = None) -> Callable:
     """Returns the function with this name, or the given function. A policy with state is a class in
     its table; the result is then a new object of this class.
 
-    Raises ValueError for any other name.
+    more: names that are not in the engine's table. Raises ValueError for any other name.
     """
     if callable(policy):
         return policy
-    table = POLICIES[option]
+    table = TABLES[option] | (more or {})
     # a list, because the user's value may not be hashable
-    if policy not in [*table]:
-        extension("running.policies", f"{option}={policy!r}")
     if policy not in [*table]:
         raise rejected(option, policy, f"one of {[*table]}, or a function like these")
     found = table[policy]
     return found() if isinstance(found, type) else found
+
+
+def policy_of(config: Any, option: str) -> Callable:
+    """Returns the policy that an `EngineConfig` has for an option. A feature can have more names in
+    its PARTS."""
+    return find_policy(option, getattr(config, option), part(option, config, {}))

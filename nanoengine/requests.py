@@ -8,6 +8,7 @@ step runs here.
 ended or, with nanoengine_extras/sampling/texts.py, as its tokens arrive.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import asked_by, extension, is_installed, logger, naming, rejected
+from nanoengine.errors import checks, logger, naming, rejected
+from nanoengine.features import asked_by, part
 from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
@@ -93,19 +95,16 @@ class Request:
 
     prompt: the text, None if only token ids were given.
     seqs: a sequence for each completion.
-    tokenizer: turns the tokens into text at the end; None if texts.py does this, or if the model
-        has no tokenizer.
     index: which of the call's prompts it is.
     features: those that fill in its outputs.
-    inbox: the requests of its call that have new tokens, until the call has seen them.
+    text_of: returns the text of a completion that has ended.
     """
 
     prompt: str | None
     seqs: list[Sequence]
-    tokenizer: Tokenizer | None = None
     index: int = 0
     features: Features = field(default_factory=Features)
-    inbox: dict[str, "Request"] = field(default_factory=dict)
+    text_of: Callable[[Sequence], str] = lambda seq: ""
 
     seq = property(lambda self: self.seqs[0])
     request_id = property(lambda self: self.seq.request_id)
@@ -114,12 +113,11 @@ class Request:
     error = property(lambda self: next((seq.error for seq in self.seqs if seq.error), None))
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends its unfinished completions (all, if there is an error), and notifies its call."""
+        """Ends its unfinished completions (all, if there is an error)."""
         for seq in self.seqs:
             if error or not seq.finish_reason:
                 seq.finish_reason = "abort"
                 seq.error = error
-        self.inbox[self.request_id] = self
 
     def output(self) -> RequestOutput:
         """Returns the output of the request so far."""
@@ -127,21 +125,13 @@ class Request:
         outputs = [self._completion(each) for each in self.seqs]
         output = RequestOutput(self.request_id, self.prompt, token_ids, outputs,
                                self.is_finished, index=self.index)
-        for feature in self.features.values():
-            feature.output(self.seqs, output)
+        self.features.call("output", self.seqs, output)
         return output
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
-        text = ""
-        if self.tokenizer and seq.finish_reason:
-            # without the token that ended it
-            end = seq.num_known_tokens - (seq.finish_reason == "stop")
-            # the text that its tokens add to the prompt: some decoders strip a text's first space
-            decode = self.tokenizer.backend_tokenizer.decode
-            prompt = decode(seq.token_ids[:seq.num_prompt_tokens])
-            text = decode(seq.token_ids[:end])[len(prompt):]
+        text = self.text_of(seq) if seq.finish_reason else ""
         return CompletionOutput(
             seq.index, text, token_ids, None, None, seq.finish_reason, seq.stop_reason)
 
@@ -183,11 +173,9 @@ class InputProcessor:
         self.vocab_size = model_config.vocab_size
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             find_model(config.tokenizer or folder, config, "tokenizer"))
-        self.default_params = SamplingParams()
-        if is_installed("models.generation_config"):
-            self.default_params = extension("models.generation_config").load_defaults(folder)
-        elif (folder / "generation_config.json").is_file():
-            logger.warning("generation_config.json is ignored without generation_config.py")
+        self.default_params = part("default_params", config, default_params)(folder)
+        # texts.py makes texts while tokens arrive
+        self.text_of = part("text_of", config, self.text_of_ended)
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
@@ -206,8 +194,7 @@ class InputProcessor:
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
-        if is_installed("running.strict"):
-            extension("running.strict").check_call(prompts, params, priority, SamplingParams)
+        checks().call(prompts, params, priority, SamplingParams)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         count = len(prompts)
@@ -217,9 +204,7 @@ class InputProcessor:
                   for place, each in enumerate(zip(prompts, all_params))]
         # a call refused before this line uses no request ids
         checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
-        # all requests of the call share it
-        inbox: dict[str, Request] = {}
-        return [self._request_of(inbox, *each) for each in checked]
+        return [self._request_of(*each) for each in checked]
 
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id outside the vocabulary."""
@@ -240,15 +225,15 @@ class InputProcessor:
         self.check_vocabulary(name, token_ids)
         most = self.max_model_len
         if params.truncate_prompt_tokens is not None:
-            token_ids = extension("sampling.truncation").truncated(token_ids, params, most)
+            token_ids = part("truncate", params, None)(token_ids, params, most)
         if not 0 < len(token_ids) < most:
             raise ValueError(
                 f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "
                 f"shorter than max_model_len={most}, as the maximum context length is only {most}")
         return text, token_ids
 
-    def _request_of(self, inbox: dict[str, Request], place: int, prompt: Parsed,
-                    params: SamplingParams, priority: int) -> Request:
+    def _request_of(self, place: int, prompt: Parsed, params: SamplingParams,
+                    priority: int) -> Request:
         """Returns a request with the sequence of its first completion, and forks for the others."""
         text, token_ids = prompt
         self.check_vocabulary("stop_token_ids", params.stop_token_ids)
@@ -267,7 +252,23 @@ class InputProcessor:
         # ~seed, since hash64(seed, i) is the draw at position i
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
-        for feature in self.features.values():
-            feature.enter(seqs, self)
-        tokenizer = None if is_installed("sampling.texts") else self.tokenizer
-        return Request(text, seqs, tokenizer, place, self.features, inbox)
+        self.features.check(params.options)
+        self.features.call("enter", seqs, self)
+        return Request(text, seqs, place, self.features, self.text_of)
+
+    def text_of_ended(self, seq: Sequence) -> str:
+        """Returns the text that the tokens of a completion add to its prompt, without the token
+        that ended it; some decoders strip a text's first space, so it is not decoded alone."""
+        if not self.tokenizer:
+            return ""
+        end = seq.num_known_tokens - (seq.finish_reason == "stop")
+        decode = self.tokenizer.backend_tokenizer.decode
+        prompt = decode(seq.token_ids[:seq.num_prompt_tokens])
+        return decode(seq.token_ids[:end])[len(prompt):]
+
+
+def default_params(folder: Path) -> SamplingParams:
+    """Returns the parameters that None stands for, without generation_config.py."""
+    if (folder / "generation_config.json").is_file():
+        logger.warning("generation_config.json is ignored without generation_config.py")
+    return SamplingParams()

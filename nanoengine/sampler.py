@@ -1,14 +1,15 @@
 """From logits to tokens: temperature, the three truncations, and one draw for each row.
 
-    a matrix of logits ── features ──▶ scale ──▶ truncate ──▶ draw ──▶ a token for each row
+The requests of a step differ: one is greedy, the next wants top-p 0.9, another a ban of some words.
+If each row of logits were sampled on its own, a GPU would wait for Python hundreds of times a step.
+So all rows that need the same operations are sampled together, in one of two ways:
 
-`StepInputs.draws` has the parameters of each row of logits. They reach the device with the other
-inputs, so that nothing here waits for a GPU. Greedy rows without constraints take the likeliest
-token. The other rows are sampled in matrices of at most MATRIX_SIZE logits. There is no generator
-state: a draw depends only on the seed of its sequence and on its position.
+    from the logits   a greedy row takes its likeliest token: one operation for all these rows
+    from a copy       logits[rows] ── features ──▶ scale ──▶ truncate ──▶ draw ──▶ a token per row
 
-A kernel library can have faster versions of `truncate` and `draw`: see kernels.py. With its `draw`,
-rows without edits or truncations need no matrix.
+Only the second way needs memory, for a float32 copy, and most of the time. The parameters of each
+row (`StepInputs.draws`) reach the device with the other inputs, so nothing here waits for a GPU.
+There is no generator state: a draw depends only on the seed of its sequence and on its position.
 """
 
 import torch
@@ -19,13 +20,13 @@ from nanoengine.observers import Feature
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws, send
 
-# The most logits in one matrix. On a CPU it fits in the cores' caches; on a GPU it is small
-# compared with the KV cache.
+# The most logits in one copy. On a CPU it fits in the cores' caches; on a GPU it is small compared
+# with the KV cache.
 MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**26}
 
 
 def max_rows(logits: Tensor) -> int:
-    """Returns the most rows that a matrix can have."""
+    """Returns the most rows that a copy can have."""
     return max(1, MATRIX_SIZE[logits.device.type] // logits.shape[1])
 
 
@@ -37,41 +38,65 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     draws: the draws of the step, for these rows.
     last_sampled: the values of pending tokens.
     features: by name; a sequence's `edits` names those that change its row of logits.
+    library: its `draw` can draw from the logits themselves, if nothing is edited or truncated.
 
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
-    rest = [row for row, seq in enumerate(seqs) if seq.params.temperature or seq.edits]
-    edited = [row for row in rest if seqs[row].edits or seqs[row].params.truncations]
-    # every row is overwritten below
-    found = torch.empty_like(draws.top_k, dtype=torch.int64)
-    if library.draw and len(edited) < len(rest):
-        # from raw logits; greedy rows get the likeliest token, and edited rows are drawn again
-        # below
-        found = library.draw(logits[:len(seqs)], draws.uniform, draws.temperature)
-        rest = edited
-    elif len(rest) < len(seqs):
-        largest, tokens = library.first_max(logits[:len(seqs)])
-        found = tokens.where(largest.isfinite(), NO_TOKEN)
-    # rows with the same edits are put side by side, since a matrix gets every edit that any of its
-    # rows needs
-    rest.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
-    for start in range(0, len(rest), max_rows(logits)):
-        rows = rest[start:start + max_rows(logits)]
+    # 1. What does each row need? The rows in neither list are greedy.
+    edited = []
+    drawn = []
+    for row, seq in enumerate(seqs):
+        if seq.edits or seq.params.truncations:
+            edited.append(row)
+        elif seq.params.temperature:
+            drawn.append(row)
+
+    # 2. Tokens from the logits, computed for all rows: those of copied rows are replaced below.
+    of_seqs = logits[:len(seqs)]
+    copied = edited
+    if drawn and library.draw:
+        # a greedy row gets its likeliest token
+        tokens = library.draw(of_seqs, draws.uniform, draws.temperature)
+        tokens = tokens.where(tokens >= 0, NO_TOKEN)
+    else:
+        copied = edited + drawn
+        tokens = torch.empty_like(draws.top_k, dtype=torch.int64)
+        if len(copied) < len(seqs):
+            largest, likeliest = library.first_max(of_seqs)
+            tokens = likeliest.where(largest.isfinite(), NO_TOKEN)
+
+    # 3. Tokens from copies. An edit is applied to a whole copy, even if only one of its rows needs
+    #    it, so rows that need the same edits are put side by side.
+    def needs(row: int) -> tuple:
+        return seqs[row].edits, seqs[row].params.truncations
+
+    copied.sort(key=needs)
+    size = max_rows(logits)
+    for start in range(0, len(copied), size):
+        rows = copied[start:start + size]
         index = send(rows, logits.device)
-        scores = logits[index].float()
-        chosen = [seqs[row] for row in rows]
-        edits = {edit for seq in chosen for edit in seq.edits}
-        truncations = {each for seq in chosen for each in seq.params.truncations}
-        for name, feature in features.items():
-            if name in edits:
-                feature.edit(scores, chosen, last_sampled)
-        part = draws.of(index)
-        scale(scores, part.temperature)
-        tokens, weights = (library.truncate or truncate)(
-            scores, part, truncations, [seq.params.top_k for seq in chosen])
-        places = (library.draw or draw)(weights, part.uniform)
-        found[index] = tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
-    return found.where(found >= 0, NO_TOKEN)
+        tokens[index] = sample_copy(
+            logits[index].float(), draws.of(index), [seqs[row] for row in rows], last_sampled,
+            features, library)
+    return tokens
+
+
+def sample_copy(scores: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor,
+                features: dict[str, Feature], library: Kernels) -> Tensor:
+    """Edits, scales and truncates float32 logits, in place, and draws a token from each row.
+
+    The arguments and the result are those of `sample`.
+    """
+    edits = {name for seq in seqs for name in seq.edits}
+    for name, feature in features.items():
+        if name in edits:
+            feature.edit(scores, seqs, last_sampled)
+    scale(scores, draws.temperature)
+    truncations = {name for seq in seqs for name in seq.params.truncations}
+    top_ks = [seq.params.top_k for seq in seqs]
+    tokens, weights = (library.truncate or truncate)(scores, draws, truncations, top_ks)
+    places = (library.draw or draw)(weights, draws.uniform)
+    return tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
 
 
 # ----------------------------------------------------------------------------- steps, on float32
@@ -110,7 +135,8 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
         count = min(max(top_ks), len(tokens))
         places = draws.top_k[:, None].long().clamp(1, count) - 1
         kth = scores.topk(count).values.gather(1, places)
-        least = least.maximum(kth.where(draws.top_k[:, None] > 0, -torch.inf))
+        has_top_k = draws.top_k[:, None] > 0
+        least = least.maximum(kth.where(has_top_k, -torch.inf))
     weights = scores.masked_fill(scores < least, -torch.inf).exp_()
     if "top_p" in truncations:
         total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
@@ -128,11 +154,15 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
     weights: (rows, tokens) float32, with a maximum of 1 in each row; uniform: (rows,) float64.
 
+    For example, weights of 1, 0.5 and 0.5 add up to 1, 1.5 and 2. If u is 0.6, the first of these
+    sums that exceeds 1.2 is the second: its token is drawn.
+
     All sums are float64, which is precise enough for 152k tokens. u is at most 1 - 2**-52, so u *
     total rounds to less than total, and there is always a place that exceeds it. Rows do not depend
     on each other.
     """
     cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
-    sought = uniform[:, None].clamp(max=1 - 2.0**-52) * cumulated[:, -1:]
-    places = torch.searchsorted(cumulated, sought, right=True)
-    return places.where(cumulated[:, -1:] > 0, -1)[:, 0]
+    total = cumulated[:, -1:]
+    u = uniform[:, None].clamp(max=1 - 2.0**-52)
+    places = torch.searchsorted(cumulated, u * total, right=True)
+    return places.where(total > 0, -1)[:, 0]

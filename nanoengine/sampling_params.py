@@ -6,8 +6,10 @@ Nothing here needs a model: `requests.py` makes the checks that need a vocabular
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from nanoengine.features import Condition, check, of, strict
+from nanoengine.errors import Condition, Options
+from nanoengine.features import of
 
 CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
@@ -19,9 +21,8 @@ CONDITIONS: list[Condition] = [
     ("max_tokens", lambda p: p.max_tokens is None or p.max_tokens >= 1, "at least 1, or None")]
 
 
-@strict
 @dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(Options):
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
     n: the number of completions of a prompt, at most 16384; the prompt is computed once. More than
@@ -65,6 +66,7 @@ class SamplingParams:
         {"structural_tag": tags with a separator}: see structured_outputs/.
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.
+    options: values for a user's own features, by name: see `Feature.OPTIONS`.
 
     strict.py clamps nonzero temperature, repetition_penalty and biases to magnitudes 1e-18 … 1e18.
     Fields that are declared with `of` belong to an optional feature: see features.py. Raises
@@ -97,9 +99,11 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = of("sampling.constraints", None)
     structured_outputs: dict[str, object] | None = of("sampling.structured_outputs", None)
     logits_processors: list[Callable] = of("sampling.logits_processors")
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check(self, CONDITIONS)
+        super().__post_init__()
+        self.check(CONDITIONS)
 
     @cached_property
     def truncations(self) -> tuple[str, ...]:

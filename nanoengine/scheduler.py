@@ -18,8 +18,8 @@ from collections import deque
 
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.features import naming
-from nanoengine.policies import find_policy
+from nanoengine.errors import naming
+from nanoengine.policies import policy_of
 from nanoengine.sequence import Batch, Row, Sequence
 
 
@@ -35,9 +35,9 @@ class Scheduler:
     def __init__(self, manager: BlockManager, config: EngineConfig) -> None:
         self.block_manager = manager
         self.config = config
-        self.fill = find_policy("scheduling", config.scheduling)
-        self.order = find_policy("scheduling_policy", config.scheduling_policy)
-        self.victim = find_policy("preemption_victim", config.preemption_victim)
+        self.fill = policy_of(config, "scheduling")
+        self.order = policy_of(config, "scheduling_policy")
+        self.victim = policy_of(config, "preemption_victim")
         self.reset()
 
     def reset(self) -> None:
@@ -46,7 +46,7 @@ class Scheduler:
         # in order of admission
         self.running: deque[Sequence] = deque()
         # since the last step
-        self.preempted: list[tuple[Sequence, str]] = []
+        self.preempted: list[tuple[Sequence, str, int]] = []
         self.block_manager.reset()
 
     def enqueue(self, seq: Sequence, in_front: bool = False) -> None:
@@ -64,7 +64,7 @@ class Scheduler:
         # a policy chooses candidates, and calls `build` with them
         batch = self.fill(self)
         # empty if all runnable sequences wait for a token
-        if batch and not batch.is_known:
+        if batch:
             batch.copies = self.block_manager.take_copies()
             batch.preempted, self.preempted = self.preempted, []
         return batch
@@ -207,8 +207,8 @@ class Scheduler:
         """Moves a running sequence to the front of `waiting`, and frees its blocks."""
         self.running.remove(seq)
         self.enqueue(seq, in_front=True)
-        seq.num_preempted_tokens = seq.num_computed_tokens
-        self.preempted.append((seq, self.block_manager.preempt(seq)))
+        num_computed = seq.num_computed_tokens
+        self.preempted.append((seq, self.block_manager.preempt(seq), num_computed))
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, waiting or running, and frees its blocks.

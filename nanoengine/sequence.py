@@ -76,8 +76,6 @@ class Sequence:
     block_table: array = fresh(lambda: array("i"))
     # (hash, tokens) of the full blocks that have been hashed so far: see block_manager.py
     block_hashes: list[tuple[bytes, bytes]] = fresh(list)
-    # how many of its tokens had been computed when it was last preempted
-    num_preempted_tokens: int = fresh(int)
     # the other completions of the prompt (n > 1), which begin once the prompt is computed
     forks: list["Sequence"] = fresh(list)
     kept: dict[str, Any] = fresh(dict)
@@ -151,9 +149,7 @@ class Batch:
     admitted: the sequences that were waiting, each with the number of tokens that the prefix cache
         had (set by `Scheduler.build`).
     preempted: the sequences that were preempted since the previous step, each with "swap" or
-        "recompute" (set by `Scheduler.schedule`).
-    is_known: whether its tokens are known without a step, from guesses that an earlier step
-        checked (set by speculation).
+        "recompute", and with how many of its tokens were computed (set by `Scheduler.schedule`).
     is_advanced: whether its tokens count as computed (set by `Scheduler.advance`).
     """
 
@@ -164,8 +160,7 @@ class Batch:
     sampled: list[Row] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
-    preempted: list[tuple[Sequence, str]] = field(default_factory=list)
-    is_known: bool = False
+    preempted: list[tuple[Sequence, str, int]] = field(default_factory=list)
     is_advanced: bool = False
 
     def __len__(self) -> int:

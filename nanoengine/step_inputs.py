@@ -1,7 +1,9 @@
 """`StepInputs`: the tensors of one step, made from its `Batch`.
 
-The inputs of the model and the parameters of sampling cross to the device in one buffer, in one
-asynchronous copy. Sampling may send a few more row numbers.
+A kernel knows nothing about sequences. It needs arrays of numbers: which tokens, at which places of
+their sequences, in which blocks. Each copy to a GPU takes some microseconds, however small it is,
+so all arrays of a step lie in one buffer, which crosses in one asynchronous copy. Sampling may send
+a few more row numbers.
 """
 
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from torch import Tensor
 
 from nanoengine.sequence import Batch, Row
 
-# (dtype, shape, number of 32-bit words) of each array in a buffer
-Layout = tuple[tuple[str, tuple[int, ...], int], ...]
+# (name, dtype, shape, number of 32-bit words) of each array in a buffer
+Layout = tuple[tuple[str, str, tuple[int, ...], int], ...]
 
 
 class Draws(NamedTuple):
@@ -90,10 +92,13 @@ class StepInputs:
     @classmethod
     def from_buffer(cls, buffer: Tensor, shape: StepShape) -> "StepInputs":
         """Returns views of the arrays in a buffer (`to_buffer`), on its device."""
-        parts = buffer.split([count for *_, count in shape.layout])
-        draws, *views = (part.view(getattr(torch, dtype)).view(size)
-                         for part, (dtype, size, _) in zip(parts, shape.layout))
-        return cls(buffer, *shape[1:], Draws(*draws), *views)
+        views = {}
+        parts = buffer.split([words for *_, words in shape.layout])
+        for part, (name, dtype, size, _) in zip(parts, shape.layout):
+            views[name] = part.view(getattr(torch, dtype)).view(size)
+        draws = Draws(*views.pop("draws"))
+        return cls(buffer, shape.num_decodes, shape.longest_query, shape.longest_keys, draws,
+                   **views)
 
 
 @dataclass
@@ -115,42 +120,49 @@ class Launched:
         return self.tokens.tolist()
 
 
-def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> list[np.ndarray]:
-    """Returns the arrays of `StepInputs`, in the order of its fields, from `draws` on. The loops
-    are over sequences and rows, not over tokens or blocks.
+def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, np.ndarray]:
+    """Returns the arrays of `StepInputs`, by the names of its fields. The loops are over sequences
+    and rows, not over tokens or blocks.
 
     longest_keys: block tables are wide enough for this many keys.
     """
+    # 1. the tokens of all sequences, side by side
     token_ids: list[int] = []
     for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
         token_ids += seq.token_ids[start:start + count]
-    lengths = np.add(batch.starts, batch.num_tokens)
-    query_starts = np.append(0, np.cumsum(batch.num_tokens))
-    # for each sequence: a token's index in the step, minus its position
-    offsets = query_starts[:-1] - batch.starts
     owners = np.arange(len(batch)).repeat(batch.num_tokens)
+    query_starts = np.append(0, np.cumsum(batch.num_tokens))
+    # the token at position p of sequence s has index offsets[s] + p in this step
+    offsets = query_starts[:-1] - batch.starts
     positions = np.arange(len(token_ids)) - offsets[owners]
 
+    # 2. their keys and values: where they go, and where those before them are
     width = -(-longest_keys // block_size)
-    # a block table is an array of int32; missing blocks are 0
-    in_bytes = [seq.block_table[:width].tobytes() for seq in batch.sequences]
-    tables = [table.ljust(4 * width, b"\0") for table in in_bytes]
+    tables = []
+    for seq in batch.sequences:
+        # a block table is an array of int32; missing blocks are 0
+        tables.append(seq.block_table[:width].tobytes().ljust(4 * width, b"\0"))
     block_tables = np.frombuffer(b"".join(tables), np.int32).reshape(-1, width)
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
-
-    rows = batch.sampled
-    sources = [row.source for row in rows]
-    logits_indices = offsets[sources] + [row.position - 1 for row in rows]
-    draws = [draws_of(row) for row in rows]
-    # one row for each field
-    columns = np.array(draws, float).reshape(-1, len(Draws._fields)).T.copy()
-
     slot_mapping = blocks * block_size + positions % block_size
-    key_starts = np.append(0, lengths.cumsum())
-    in_32_bits = [token_ids, positions, owners, query_starts, key_starts, lengths, block_tables,
-                  logits_indices]
+    lengths = np.add(batch.starts, batch.num_tokens)
+
+    # 3. the rows to sample
+    draws = np.array([draws_of(row) for row in batch.sampled], float)
+    # one row for each field of `Draws`, even if there are no rows to sample
+    draws = draws.reshape(-1, len(Draws._fields)).T.copy()
+    sources = [row.source for row in batch.sampled]
+    last_known = [row.position - 1 for row in batch.sampled]
+
+    in_32_bits = dict(
+        token_ids=token_ids, positions=positions, sequence_of_token=owners,
+        query_starts=query_starts, key_starts=np.append(0, lengths.cumsum()), lengths=lengths,
+        block_tables=block_tables, logits_indices=offsets[sources] + last_known)
     # 64-bit numbers come first, so that they are aligned
-    return [columns, slot_mapping, *(np.asarray(each, np.int32) for each in in_32_bits)]
+    arrays = {"draws": draws, "slot_mapping": slot_mapping}
+    for name, numbers in in_32_bits.items():
+        arrays[name] = np.asarray(numbers, np.int32)
+    return arrays
 
 
 def draws_of(row: Row) -> tuple[float, ...]:
@@ -162,17 +174,19 @@ def draws_of(row: Row) -> tuple[float, ...]:
 # --------------------------------------------------------------------------- to the device
 
 
-def to_buffer(arrays: list[np.ndarray], device: str) -> tuple[Tensor, Layout]:
+def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layout]:
     """Returns one int32 buffer on the host with all arrays, and its layout.
 
     For a GPU the buffer is pinned. PyTorch reuses pinned memory only once the copy from it is done,
     so a buffer in flight is never overwritten.
     """
-    words = [array.view(np.int32).ravel() for array in arrays]
+    words = [array.view(np.int32).ravel() for array in arrays.values()]
     buffer = torch.empty(
         sum(map(len, words)), dtype=torch.int32, device="cpu", pin_memory=device == "cuda")
     np.concatenate(words, out=buffer.numpy())
-    return buffer, tuple((each.dtype.name, each.shape, each.nbytes // 4) for each in arrays)
+    layout = tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
+                   for name, array in arrays.items())
+    return buffer, layout
 
 
 def send(numbers: list | np.ndarray, device: torch.device) -> Tensor:

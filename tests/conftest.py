@@ -29,9 +29,11 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine.engine import Engine  # noqa: E402
-from nanoengine.features import ALWAYS, is_installed, optional  # noqa: E402
+from nanoengine.engine import make_engine  # noqa: E402
+from nanoengine.features import is_installed, optional  # noqa: E402
 from nanoengine.observers import Features  # noqa: E402
+from nanoengine.policies import TABLES  # noqa: E402
+from nanoengine_extras import ALWAYS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,8 +46,8 @@ SLOWEST = ["test_kernels", "test_cubins",
            "test_ray_data", "test_deletable", "test_speculation", "test_docs", "test_engine",
            "test_serve", "test_lab", "test_quantized_transformers", "test_model", "test_scheduler",
            "test_structured_outputs", "test_quantized_sums", "test_own_layers", "test_recipes",
-           "test_shared_steps", "test_gpu_costs", "test_concurrency", "test_batch_invariant",
-           "test_batch", "test_modules", "test_tool_calls", "test_products", "test_alone",
+           "test_shared_steps", "test_gpu_costs", "test_shared_steps_threads",
+           "test_batch_invariant", "test_batch", "test_modules", "test_tool_calls", "test_products", "test_alone",
            "test_logprobs", "test_torch_settings", "test_offload", "test_beam_search", "test_llm",
            "test_random_requests", "test_tensor_parallel", "test_cpu_memory", "test_attention",
            "test_sampler", "test_vllm", "test_missing_packages", "test_library", "test_async_llm"]
@@ -58,8 +60,8 @@ def pytest_collection_modifyitems(items: list) -> None:
 
 # What these test is the same with any number of threads, and two of them, which wait for each other
 # in every step, take a quarter more time. How kernels and engines use threads is for the others:
-# all of cpu/, test_batch_invariant, test_random_requests, test_model, test_llm, test_concurrency,
-# test_shared_steps, test_quantized, test_transformers_models…
+# all of cpu/, test_batch_invariant, test_random_requests, test_model, test_llm,
+# test_shared_steps, test_shared_steps_threads, test_quantized, test_transformers_models…
 ONE_THREAD = {"test_async_llm", "test_batch", "test_beam_search", "test_chat", "test_constraints",
               "test_engine", "test_features", "test_gguf_families", "test_gguf_families_dense",
               "test_gguf_families_experts", "test_gguf_families_more", "test_gpu_costs",
@@ -354,11 +356,20 @@ def overtaking(base: str = "prefill-first", max_waiting: int = 0) -> object:
     return policies.overtaking(base, max_waiting) if policies else base
 
 
+def policies_of(option: str) -> dict:
+    """The engine's policies for an option and, if they are installed, those of the feature."""
+    policies = optional("nanoengine_extras.running.policies")
+    if option == "kv_allocation":
+        return policies.KV_ALLOCATION if policies else {}
+    return TABLES[option] | (policies.PARTS[option] if policies else {})
+
+
 def use_policies(llm: LLM, **changes) -> None:
     """Gives a loaded model an engine with other policies."""
     runner = llm.engine.runner
     runner.features = llm.inputs.features = Features(ALWAYS)
-    llm.engine = Engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
+    llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
+    llm.driver = type(llm.driver)(llm.engine, llm.driver.check_process)
 
 
 def next_number(llm) -> int:

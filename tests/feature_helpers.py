@@ -2,8 +2,9 @@
 
 from types import SimpleNamespace
 
-from nanoengine.features import OBSERVERS, asked_by
+from nanoengine.features import asked_by
 from nanoengine.observers import Features
+from nanoengine_extras import OBSERVERS
 
 EDITORS = ("sampling.constraints", "sampling.structured_outputs", "sampling.logits_processors")
 # those of them that are not deleted

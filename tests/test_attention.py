@@ -171,10 +171,10 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
                   logits_indices=num_rows)
     arrays |= {name: generator.integers(-2**31, 2**31, shape, np.int32)
                for name, shape in shapes.items()}
-    buffer, layout = to_buffer([*arrays.values()], "cpu")
+    buffer, layout = to_buffer(arrays, "cpu")
     assert buffer.dtype == torch.int32 and buffer.shape == (
         sum(array.nbytes for array in arrays.values()) // 4,)
-    assert {layout: "a key"}[to_buffer([*arrays.values()], "cpu")[1]], "as of a CUDA graph"
+    assert {layout: "a key"}[to_buffer(arrays, "cpu")[1]], "as of a CUDA graph"
     step = StepInputs.from_buffer(buffer, StepShape(layout, 5, 12, 34))
     assert (step.num_decodes, step.longest_query, step.longest_keys) == (5, 12, 34)
     assert step.buffer is buffer
@@ -188,8 +188,8 @@ def test_what_is_packed_is_unpacked(num_sequences, num_tokens, num_rows, width):
         assert tensor.data_ptr() % tensor.itemsize == 0, "aligned"
         if tensor.numel():
             assert begin <= tensor.data_ptr() < begin + buffer.nbytes, "a view"
-    turned = [array[::-1].copy() for array in arrays.values()]
-    buffer.copy_(to_buffer([np.zeros((5, num_rows)), *turned], "cpu")[0])
+    turned = {name: array[::-1].copy() for name, array in arrays.items()}
+    buffer.copy_(to_buffer({"draws": np.zeros((5, num_rows)), **turned}, "cpu")[0])
     for name, array in arrays.items():
         assert np.array_equal(getattr(step, name).numpy(), array[::-1]), "over the same memory"
     assert all(not column.any() for column in step.draws)

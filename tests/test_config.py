@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import policies_of
 
 import nanoengine
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 
 
 def test_several_greedy_completions_would_be_the_same():
@@ -70,8 +70,8 @@ def test_a_config_is_whole_cannot_be_changed_and_can_be_made_anew_with_changes()
 
 
 def test_the_policies_of_the_config_are_those_of_the_scheduler():
-    for name, table in (("scheduling", BATCHING), ("preemption_victim", VICTIMS),
-                        ("kv_allocation", KV_ALLOCATION)):
+    for name in ("scheduling", "preemption_victim", "kv_allocation"):
+        table = policies_of(name)
         for policy in (*table, *table.values(), lambda *arguments: None):
             assert getattr(EngineConfig(model="m", **{name: policy}), name) == policy
         with pytest.raises(ValueError) as error:

@@ -79,6 +79,7 @@ ALL_CASES = {
     "tools.serve": "import argparse\n"
              "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"
              "assert extension('tools.serve').Server(texts, flags).app().routes",
+    "running.shared_steps": "with llm.turn(): pass",
     "sampling.speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
                    "assert run(with_option).token_ids == tokens; with_option.close()",
     "running.strict": "SamplingParams(temperatur=1)",
@@ -111,11 +112,11 @@ REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
 if importlib.util.find_spec("lm_eval"):
     del REFUSED["tools.lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"tools.batch": ["tools.openai_format"], "sampling.beam_search": ["sampling.logprobs"],
+NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.openai_format"], "sampling.beam_search": ["sampling.logprobs"],
          "models.gguf_families": ["models.quantized"], "models.gguf_tokenizers": ["models.quantized"],
          "models.experts": ["models.transformers_models"], "models.own_layers": ["models.transformers_models"],
          "tools.prometheus": ["running.metrics"],
-         "tools.scores": ["sampling.constraints", "sampling.logprobs"], "tools.serve": ["tools.async_llm", "tools.openai_format"]}
+         "tools.scores": ["sampling.constraints", "sampling.logprobs"], "tools.serve": ["tools.async_llm", "tools.openai_format", "running.shared_steps"]}
 
 # what holds without those that are not asked for by a name
 WITHOUT = {
@@ -138,7 +139,7 @@ CASES = {name: case for name, case in ALL_CASES.items()
          if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
 ALWAYS = {*FILES} & {"running.containers", "models.explain", "models.generation_config", "running.guards", "running.metrics", "running.strict",
-                     "sampling.texts", "running.threads"}
+                     "running.shared_steps", "sampling.texts", "running.threads"}
 if "running.strict" not in FILES:
     ALWAYS -= {"running.containers"}  # it asks how much memory is left
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is

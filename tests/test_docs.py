@@ -21,13 +21,14 @@ from unittest.mock import patch
 from urllib.parse import urlparse
 
 import pytest
-from conftest import ROOT, is_deleted
+from conftest import ROOT, is_deleted, policies_of
 from test_deletable import ALL_CASES
 
 import nanoengine_extras.running.policies  # noqa: F401  adds its names before a table is copied
 from nanoengine import LLM, SamplingParams
-from nanoengine.features import OBSERVERS, is_installed
-from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS
+from nanoengine.features import is_installed
+from nanoengine.policies import TABLES
+from nanoengine_extras import OBSERVERS
 from nanoengine_extras.running.metrics import Metrics
 
 if any(map(is_deleted, ALL_CASES)):
@@ -120,7 +121,7 @@ def test_snippets(file, monkeypatch):
     monkeypatch.chdir(ROOT)
     with contextlib.ExitStack() as stack:
         # what a chapter adds is removed after it
-        for table in (BATCHING, VICTIMS, KV_ALLOCATION):
+        for table in TABLES.values():
             stack.enter_context(patch.dict(table))
         # some chapters turn the engine's log off
         stack.callback(logging.disable, logging.NOTSET)
@@ -252,7 +253,7 @@ def test_values_for_comparison_are_named_once():
     row, = re.findall(r"^\| `scheduling` .*", REFERENCE, flags=re.MULTILINE)
     assert "static" not in row and "`overtaking" not in row and "this option and the next" in row
     tables = "\n".join(re.findall(r"^\|.*", REFERENCE, flags=re.MULTILINE))
-    for name in (*BATCHING, *ORDERS, *VICTIMS, *KV_ALLOCATION):
+    for name in [name for option in (*TABLES, "kv_allocation") for name in policies_of(option)]:
         is_main = name not in ("static", "random", "least-recently-run", "max-length")
         assert f'"{name}"' in REFERENCE and (f'"{name}"' in tables) == is_main, name
 

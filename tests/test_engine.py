@@ -48,7 +48,7 @@ class MadeUpRunner:
 
     backend = "made up"
     num_kv_blocks = 14
-    host_blocks = range(8)
+    copier = SimpleNamespace(host_blocks=range(8))
     max_model_len = 40
     block_bytes = 100
     max_num_seqs = 256  # of the engine
@@ -96,7 +96,7 @@ def make_engine(**options) -> Engine:
     config = EngineConfig(model="made up", **dict(block_size=4, trace=True) | options)
     runner.max_num_seqs = config.max_num_seqs
     features = Features(["running.guards"])
-    features["Metrics"] = Metrics(lambda: runner.now)
+    features.add({"Metrics": Metrics(lambda: runner.now)})
     return Engine(config, runner, features)
 
 
@@ -206,7 +206,7 @@ def check_trace(engine: Engine) -> None:
     assert sum(len(batch) for batch in batches) == metrics["batched_sequences"]
     stops: dict[Sequence, int] = {}
     for batch in batches:
-        for seq, _ in batch.preempted:
+        for seq, *_ in batch.preempted:
             stops.pop(seq, None)
         for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
             assert start == stops.get(seq, start) and count > 0

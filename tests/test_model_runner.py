@@ -97,7 +97,7 @@ def test_the_example_of_the_docstring():
                        ([3, 8], [47, 48, 49, 50, 51, 52, 53, 54], 4, 3))
     _, (_, num_decodes, *_) = make_runner().prepare(batch)
     assert num_decodes == 1
-    arrays = dict(zip(("draws", *TENSORS), step_arrays(batch, 4, longest_keys=9)))
+    arrays = step_arrays(batch, 4, longest_keys=9)
     assert {name: arrays[name].flatten().tolist() for name in example} == example
     assert arrays["block_tables"].shape == (2, 3)
 

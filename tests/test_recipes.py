@@ -172,7 +172,7 @@ def test_more_calls(execute):
     assert "132" in names["best"].text
     by_hand, ended = (names[name].output() for name in ("first", "second"))
     assert f"0 {by_hand.outputs[0].text}\n" in printed and by_hand.outputs[0].token_ids
-    assert ended.outputs[0].finish_reason and not names["llm"].entered
+    assert ended.outputs[0].finish_reason and not names["llm"].active
 
 
 def test_grammar(execute):

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import check_blocks, overtaking
+from conftest import check_blocks, overtaking, policies_of
 
 from nanoengine import SamplingParams
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, make_block_manager
+from nanoengine.engine import Engine, make_engine as engine_of
+from nanoengine.features import part
 from nanoengine.observers import Features
-from nanoengine.policies import BATCHING, KV_ALLOCATION, VICTIMS
 from nanoengine.requests import Request
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Batch, Copies, Sequence
@@ -34,9 +34,9 @@ from nanoengine_extras.running.metrics import Metrics
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
 POLICIES = {
-    "scheduling": [*BATCHING, overtaking(), overtaking("mixed", 2), overtaking("static", 1)],
-    "kv_allocation": list(KV_ALLOCATION),
-    "preemption_mode": ["recompute", "swap"], "preemption_victim": list(VICTIMS),
+    "scheduling": [*policies_of("scheduling"), overtaking(), overtaking("mixed", 2), overtaking("static", 1)],
+    "kv_allocation": ["on-demand", *policies_of("kv_allocation")],
+    "preemption_mode": ["recompute", "swap"], "preemption_victim": list(policies_of("preemption_victim")),
     "scheduling_policy": ["fcfs", "priority"]}
 ORDER_OF_COPIES = ("swap_out", "copy_on_write", "swap_in")
 
@@ -92,8 +92,8 @@ def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens,
                           max_num_seqs=max_num_seqs, enable_prefix_caching=caching,
                           max_num_batched_tokens=max_num_batched_tokens, **policies)
     runner = SimpleNamespace(num_kv_blocks=num_blocks, max_model_len=max_model_len,
-                             host_blocks=range(num_host_blocks))
-    return ObservedScheduler(make_block_manager(config, runner), config)
+                             copier=SimpleNamespace(host_blocks=range(num_host_blocks)))
+    return ObservedScheduler(part("block_manager", config, BlockManager).of(config, runner), config)
 
 
 class Owner(SimpleNamespace):
@@ -111,12 +111,12 @@ class ObservedScheduler(Scheduler):
         self.metrics, self.logprobs = Metrics(lambda: 1.0), Logprobs()
         runner = SimpleNamespace(block_bytes=1, backend="none", num_kv_blocks=1, max_model_len=1)
         self.owner = Owner(
-            scheduler=self, config=self.config, runner=runner, launcher=runner)
+            scheduler=self, config=self.config, runner=runner)
         self.metrics.begin(self.owner)
 
     def add(self, seq) -> None:
         guards = Guards()
-        guards.scheduler = self
+        guards.engine = self.owner
         for feature in (guards, self.metrics, self.logprobs):
             feature.enter([seq, *seq.forks], SimpleNamespace(tokenizer=None))
         self.enqueue(seq)
@@ -133,7 +133,6 @@ class ObservedScheduler(Scheduler):
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
         taken = super().postprocess(batch, token_ids)
         self.metrics.done(SimpleNamespace(batch=batch, done=1.0), taken)
-        self.counters["shared_blocks"] = self.block_manager.num_shared_blocks
         return taken
 
 
@@ -203,7 +202,7 @@ class ShadowRunner:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.num_kv_blocks = num_kv_blocks
-        self.host_blocks = range(num_host_blocks)
+        self.copier = SimpleNamespace(host_blocks=range(num_host_blocks))
         self.max_model_len = max_model_len
 
     def launch(self, batch: Batch) -> SimpleNamespace:
@@ -246,8 +245,6 @@ class CheckedScheduler(ObservedScheduler):
                    if seq.num_uncomputed_tokens == 1 and not seq.is_awaited]
         num_steps = self.counters["num_steps"]
         batch = super().schedule()
-        if batch.is_known:
-            return batch
         assert self.counters["num_steps"] == num_steps + bool(batch.sequences)
         if not batch.sequences:
             assert any(seq.is_awaited or seq.num_uncomputed_tokens == 0
@@ -286,7 +283,7 @@ class CheckedScheduler(ObservedScheduler):
             assert all("gave_way" in seq.kept for seq in victims), (
                 "only overtaking can preempt a sequence that holds all that it may need")
             # beams also give way where all that run stand still
-            assert all("gave_way" in seq.kept for seq, _ in batch.preempted if not is_beam(seq))
+            assert all("gave_way" in seq.kept for seq, *_ in batch.preempted if not is_beam(seq))
         if config.preemption_victim == "youngest" and not is_overtaking:
             assert victims == running_before[len(running_before) - len(victims):]
         decoded = [seq.num_uncomputed_tokens == 1 for seq in batch.sequences
@@ -301,7 +298,7 @@ class CheckedScheduler(ObservedScheduler):
 
     def check_decodes(self, batch: Batch, decodes: list[Sequence]) -> None:
         if self.config.scheduling == "mixed":
-            left = [seq for seq in decodes if seq not in {seq for seq, _ in batch.preempted}]
+            left = [seq for seq in decodes if seq not in {seq for seq, *_ in batch.preempted}]
             assert batch.sequences[:len(left)] == left, "a decode waits for a prompt"
             assert batch.num_tokens[:len(left)] == [1] * len(left)
 
@@ -316,7 +313,7 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
         model="none", device="cpu", block_size=cache.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, enable_prefix_caching=caching, **options)
     runner = ShadowRunner(cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs)
-    engine = Engine(config, runner, Features())
+    engine = engine_of(config, runner, Features())
     engine.scheduler.__class__ = CheckedScheduler
     engine.scheduler.observe()
     engine.add = engine.scheduler.add
@@ -541,10 +538,10 @@ def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
     run_to_end(scheduler)
 
 
-@pytest.mark.parametrize("kv_allocation, num_tokens", [("reserve", 65), ("max-length", 70)])
-def test_a_request_that_would_hold_too_much_is_refused(kv_allocation, num_tokens):
+@pytest.mark.parametrize("kv_allocation", ["reserve", "max-length"])
+def test_a_request_that_would_hold_too_much_is_refused(kv_allocation):
     scheduler = make_scheduler(4, 16, 8, 64, max_model_len=70, kv_allocation=kv_allocation)
-    with pytest.raises(ValueError, match=f"{num_tokens} tokens .*num_kv_blocks=4, block_size=16"):
+    with pytest.raises(ValueError, match="65 tokens .*num_kv_blocks=4, block_size=16"):
         scheduler.add(make_sequence([1] * 60, 5))
     assert not scheduler.has_unfinished()
 
@@ -641,8 +638,16 @@ def test_the_last_block_of_a_cached_prompt_is_computed_again_into_a_twin():
     assert [manager.ref_counts[block] for block in (tables[0][0], *twins)] == [2, 1, 1]
 
 
-def test_completions_share_the_prompt_even_where_they_end_at_once():
+def test_completions_share_the_prompt_even_where_they_end_at_once(monkeypatch):
     scheduler = make_scheduler(9, 4, 4, 100)
+    num_shared = []
+    allocate = scheduler.block_manager.allocate
+
+    def counted(*seqs):
+        num_shared.append(allocate(*seqs))
+        return num_shared[-1]
+
+    monkeypatch.setattr(scheduler.block_manager, "allocate", counted)
     first = make_sequence([1, 2, 3, 1, 2, 3, 1, 2, 3], 1, n=3)
     forks = first.forks
     scheduler.add(first)
@@ -650,7 +655,7 @@ def test_completions_share_the_prompt_even_where_they_end_at_once():
     assert [row[:2] for row in batch.sampled] == [(0, forks[0]), (0, forks[1]), (0, first)]
     assert not first.forks
     scheduler.postprocess(batch, [1, 2, 3])
-    assert scheduler.counters["shared_blocks"] == 4 and not scheduler.has_unfinished()
+    assert num_shared == [0, 8, 8] and not scheduler.has_unfinished()
     assert [seq.token_ids[9:] for seq in (*forks, first)] == [[1], [2], [3]]
 
 
@@ -682,7 +687,7 @@ def run_reserved(max_tokens: list[int], **policies) -> list[int]:
         check_blocks(engine.scheduler)
     assert [seq.num_tokens for seq in sequences] == [5 + count for count in max_tokens]
     return [sequences.index(seq) for batch, _ in engine.scheduler.scheduled
-            for seq, _ in batch.preempted]
+            for seq, *_ in batch.preempted]
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])

@@ -26,8 +26,7 @@ def test_a_fork_has_the_tokens_and_parameters_but_has_yet_to_begin():
     assert fork.token_ids == seq.token_ids and fork.token_ids is not seq.token_ids
     assert fork.params is seq.params
     blank = make()
-    for name in ("num_computed_tokens", "block_table", "block_hashes", "num_preempted_tokens",
-                 "forks", "kept", "finish_reason",
-                 "stop_reason"):
+    for name in ("num_computed_tokens", "block_table", "block_hashes", "forks", "kept",
+                 "finish_reason", "stop_reason"):
         assert getattr(fork, name) == getattr(blank, name), name
         assert getattr(fork, name) is not getattr(seq, name) or fork.finish_reason is None, name

@@ -35,7 +35,7 @@ from ray.data.block import BlockAccessor
 from ray.data.datasource import BlockBasedFileDatasink, FileBasedDatasource
 
 from nanoengine import LLM, RequestOutput, SamplingParams
-from nanoengine.features import naming
+from nanoengine.errors import naming
 from nanoengine_extras.tools.chat import render
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tiny-qwen3"

@@ -15,10 +15,12 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
-from nanoengine.features import logger, naming, rejected
-from nanoengine.loader import ARCHITECTURES, weight_files
+from nanoengine.errors import logger, naming, rejected
+from nanoengine.loader import weight_files
 from nanoengine.model import FAMILIES
 
+# the classes of transformers that the engine's own model replaces
+ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
 # the models that are accepted instead
 ORIGINAL = "the original model, with config.json and safetensors"
 FOR_TRANSFORMERS = "its version for transformers, with config.json and safetensors"
@@ -223,7 +225,7 @@ def check_weights(folder: Path, names: list[str], is_named: bool) -> None:
         raise ValueError(f"model={str(folder)!r} has a Git LFS pointer in place of {files[0].name}:"
                          " it must be completed by `git lfs pull`")
     for file in () if is_named else files:
-        with naming(f"{file} is truncated, or does not fit the model"):
+        with naming(file):
             parts = [name for name in safe_open(file, framework="pt").keys()
                      if name.endswith(SCALES)]
         if parts:
@@ -238,3 +240,6 @@ def refusal(folder: Path, names: list[str], rows: Iterable[Row]) -> ValueError:
     name, what, instead = next(fitting, ("", "is an empty folder", "one with a model"))
     text = f"{what}: it must be {instead}".format(name=name, folder=(folder / name).parent)
     return ValueError(f"model={str(folder)!r} {text}")
+
+
+PARTS = {"check_folder": check_folder}

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from nanoengine.features import is_installed, logger, naming, rejected
+from nanoengine.errors import logger, naming, rejected
+from nanoengine.features import is_installed
 from nanoengine.sampling_params import SamplingParams
 
 # the entries of generation_config.json that are used, as in vLLM, with our names
@@ -50,3 +51,6 @@ def load_defaults(folder: Path) -> SamplingParams:
                       for each in fields(SamplingParams)}
         return SamplingParams(**{ours: given[name] for name, ours in GENERATION_ENTRIES.items()
                                  if name in given and is_installed(feature_of[ours])})
+
+
+PARTS = {"default_params": load_defaults}

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
 
-from nanoengine.features import naming, rejected
+from nanoengine.errors import naming, rejected
 
 # `gguf_header.Header.find`: the value of an entry, or the default
 Find = Callable[..., Any]

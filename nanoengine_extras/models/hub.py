@@ -8,7 +8,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import extension, is_installed, naming, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import extension, is_installed
 
 # the files to download from the repository of a tokenizer, and of a model: no others are read
 OF_TOKENIZER = ["*.json", "*.model", "*.jinja", "*.txt"]

@@ -1,9 +1,9 @@
-"""More attention backends, for a GPU without flash-attn: rows of the table `BACKENDS`.
+"""More attention backends, for a GPU without flash-attn: more rows for the table `BACKENDS`.
 
     triton    the kernel of nanoengine_extras.gpu, for any GPU and dtype
     varlen    PyTorch's own build of flash-attn's kernels
 
-The engine imports this file before it chooses a backend for a GPU.
+The engine asks for these rows when it chooses a backend for a GPU.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.attention import BACKENDS, Backend
+from nanoengine.attention import Backend
 from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
@@ -55,5 +55,6 @@ def has_varlen(device: str, dtype: torch.dtype) -> bool:
     return device == "cuda" and dtype != torch.float32 and torch.__version__ >= "2.12"
 
 
-BACKENDS["triton"] = Backend(triton_attention, has_triton, 3, has_graphs=True)
-BACKENDS["varlen"] = Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True)
+PARTS = {"backends": {
+    "triton": Backend(triton_attention, has_triton, 3, has_graphs=True),
+    "varlen": Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True)}}

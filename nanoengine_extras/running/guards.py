@@ -3,16 +3,14 @@
 An observer of requests and steps.
 """
 
-import weakref
 from importlib import import_module
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanoengine.engine import Engine
-from nanoengine.features import logger, naming, rejected
+from nanoengine.errors import logger, naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.scheduler import Scheduler
@@ -33,35 +31,34 @@ class Guards(Feature):
                            "this model has its own forward")
         if asked == "auto" and engine.runner.backend in ("triton", "varlen", "gather"):
             warn_of_slower_attention(engine.runner)
-        # with no cycle of references, a dropped engine frees its memory at once
-        self.scheduler = weakref.proxy(engine.scheduler)
-        self.features = weakref.proxy(engine.features)
+        super().begin(engine)
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         """Raises ValueError if one of the sequences could never run."""
-        manager = self.scheduler.block_manager
-        policy = self.scheduler.config.kv_allocation
-        with naming(rejected("kv_allocation", policy, "one that returns an int, the tokens")):
-            held = [index(manager.hold(each)) for each in seqs]
-        policy = self.scheduler.config.scheduling_policy
+        scheduler = self.engine.scheduler
+        manager = scheduler.block_manager
+        policy = scheduler.config.scheduling_policy
         with naming(rejected("scheduling_policy", policy, "one whose ranks can be compared")):
-            sorted(seqs[:1] * 2, key=self.scheduler.order)
-        num_tokens = max(*held, *(each.max_num_tokens for each in seqs))
-        if manager.num_blocks_for(num_tokens) > manager.num_blocks:
+            sorted(seqs[:1] * 2, key=scheduler.order)
+        num_tokens = max(each.max_num_tokens for each in seqs)
+        num_blocks = max(manager.num_blocks_for(num_tokens), *map(manager.num_blocks_to_hold, seqs))
+        if num_blocks > manager.num_blocks:
             raise ValueError(f"request {seqs[0].request_id}: {num_tokens} tokens do not fit: "
-                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}")
+                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}, "
+                             f"kv_allocation={scheduler.config.kv_allocation!r}")
 
     def scheduled(self, batch: Batch) -> None:
         """A step can preempt all its sequences; after it, a policy has to run something."""
         self.num_idle = 0 if batch else self.num_idle + 1
-        scheduler = self.scheduler
+        scheduler = self.engine.scheduler
         if batch and len({*map(id, batch.sequences)}) < len(batch):
             raise RuntimeError(f"scheduling={scheduler.config.scheduling!r} must give `build` each "
                                "sequence once: a second time, it would get wrong tokens")
         # without a feature of this name, no edit would happen
         for _, seq, _ in batch.sampled if batch else ():
-            for name in {*seq.edits} - self.features.keys():
-                seq.error = rejected("edits", name, f"the name of a class in {[*self.features]}")
+            features = self.engine.features
+            for name in {*seq.edits} - features.keys():
+                seq.error = rejected("edits", name, f"the name of a class in {[*features]}")
                 seq.edits = ("Guards",)
         if self.num_idle > 2 and can_run(scheduler):
             self.num_idle = 0

@@ -12,37 +12,38 @@ import psutil
 import torch
 
 from nanoengine.engine import Engine
-from nanoengine.features import OBSERVERS, asked_by, extension, is_installed
+from nanoengine.features import asked_by, extension, is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Batch, Row, Sequence
+from nanoengine_extras import OBSERVERS
 
 # with these parameters, a step needs the most memory
 MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}
 
 
-def free_bytes(runner: ModelRunner) -> int:
+def free_bytes(runner: ModelRunner, max_model_len: int) -> int:
     """Returns the bytes for the KV cache, of each rank."""
     if runner.device == "cuda":
-        return max(0, free_bytes_on_gpu(runner))
+        return max(0, free_bytes_on_gpu(runner, max_model_len))
     config = runner.config
     free = psutil.virtual_memory().available
     if is_installed("running.containers"):
         free = extension("running.containers").free_memory(free)
     # no more than the sequences can use
-    num_blocks = config.max_num_seqs * -(-runner.max_model_len // config.block_size)
+    num_blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
     return min(free // (4 * config.tensor_parallel_size), num_blocks * runner.block_bytes)
 
 
-def free_bytes_on_gpu(runner: ModelRunner) -> int:
+def free_bytes_on_gpu(runner: ModelRunner, max_model_len: int) -> int:
     """Returns `gpu_memory_utilization` of the GPU's memory, minus the peak of everything else,
     other processes included."""
     # left over from earlier engines
     torch.cuda.empty_cache()
     # block 0 alone is enough for a trial step; graphs are captured first, since capturing frees the
     # memory that the allocator keeps
-    runner.allocate(num_blocks=0)
+    runner.allocate(0, max_model_len)
     batch = largest_batch(runner)
     runner.run(batch, *runner.prepare(batch))
     free, total = torch.cuda.mem_get_info()
@@ -77,3 +78,6 @@ class AllWritten(Feature):
 
     def begin(self, engine: Engine) -> None:
         engine.runner.blocks.add_(0)
+
+
+PARTS = {"free_bytes": free_bytes}

@@ -7,7 +7,6 @@ between two steps (`LLM.metrics`). Each request has a `RequestMetrics`.
 import logging
 import re
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from nanoengine.engine import Engine
+from nanoengine.llm import LLM
 from nanoengine.observers import Feature
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sequence import Batch, Sequence
@@ -88,7 +88,7 @@ class RequestMetrics:
 COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed_tokens
     generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
     swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks
-    copy_on_write_blocks""".split()
+    shared_blocks copy_on_write_blocks""".split()
 # the counts of swapping.py and speculation.py; 0 if they are not in use
 OF_OTHERS = "num_requests_swapped num_host_blocks_used guessed_tokens right_guesses".split()
 
@@ -132,8 +132,7 @@ class Metrics(Feature):
         # kept, since the runner may be gone when it is needed
         self.block_bytes = engine.runner.block_bytes
         self.backend = engine.runner.backend
-        # without a cycle of references, an engine that is dropped frees its memory at once
-        self.engine = weakref.proxy(engine)
+        super().begin(engine)
         self.log_room(engine.config, engine.runner)
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
@@ -142,7 +141,7 @@ class Metrics(Feature):
             seq.kept["metrics"] = metrics
 
     def scheduled(self, batch: Batch) -> None:
-        if not batch or batch.is_known:
+        if not batch:
             return
         started = self.clock()
         if self.engine.config.trace:
@@ -153,11 +152,24 @@ class Metrics(Feature):
         manager = self.engine.scheduler.block_manager
         num_used = manager.num_blocks - manager.num_free_blocks
         self.counters["max_blocks_used"] = max(self.counters["max_blocks_used"], num_used)
-        for seq in batch.sequences:
+        for seq, mode, num_computed in batch.preempted:
+            if not self.counters["num_preemptions"]:
+                logger.warning(f"the KV cache is full: request {seq.request_id} is preempted "
+                               f"({mode}). A larger num_kv_blocks or a smaller max_num_seqs helps")
+            self.counters.update(["num_preemptions", f"{mode}_preemptions"])
+            if metrics := seq.kept.get("metrics"):
+                metrics.num_preemptions += 1
+            seq.kept["num_lost"] = num_computed
+        admitted = {seq for seq, _ in batch.admitted}
+        for seq, start in zip(batch.sequences, batch.starts):
             if metrics := seq.kept.get("metrics"):
                 metrics.last_run_time = started
+            # a sequence that begins without being admitted is a fork
+            if "has_run" not in seq.kept and seq not in admitted:
+                self.counters["shared_blocks"] += start // manager.block_size
+            seq.kept["has_run"] = True
         for seq, num_hits in batch.admitted:
-            num_lost = max(0, seq.num_preempted_tokens - seq.num_computed_tokens)
+            num_lost = max(0, seq.kept.pop("num_lost", 0) - seq.num_computed_tokens)
             self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                                  recomputed_tokens=num_lost)
             metrics = seq.kept.get("metrics")
@@ -165,13 +177,6 @@ class Metrics(Feature):
                 metrics.first_scheduled_time = started
                 metrics.num_cached_tokens = num_hits
                 self.counters["prompt_tokens"] += seq.num_prompt_tokens
-        for seq, mode in batch.preempted:
-            if not self.counters["num_preemptions"]:
-                logger.warning(f"the KV cache is full: request {seq.request_id} is preempted "
-                               f"({mode}). A larger num_kv_blocks or a smaller max_num_seqs helps")
-            self.counters.update(["num_preemptions", f"{mode}_preemptions"])
-            if metrics := seq.kept.get("metrics"):
-                metrics.num_preemptions += 1
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         now = self.clock()
@@ -273,7 +278,6 @@ class Metrics(Feature):
         num_swapped = self.counters["swap_out_blocks"] + self.counters["swap_in_blocks"]
         found: dict[str, Any] = {
             **dict.fromkeys(OF_OTHERS, 0), **self.counters, **getattr(manager, "gauges", dict)(),
-            "shared_blocks": manager.num_shared_blocks,
             "num_requests_running": len(running),
             "num_requests_waiting": len(scheduler.waiting),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
@@ -286,7 +290,7 @@ class Metrics(Feature):
             "swapped_bytes": num_swapped * self.block_bytes,
             "attention_backend": self.backend}
         # added up: speculation counts, too
-        for name, count in getattr(self.engine.launcher, "counts", {}).items():
+        for name, count in getattr(self.engine, "counts", {}).items():
             found[name] = found.get(name, 0) + count
         return found
 
@@ -298,10 +302,20 @@ def as_text(num_bytes: float) -> str:
 
 
 def metrics_of(engine: Engine) -> Metrics:
-    """Returns the observer of an engine, for `LLM.metrics` and `LLM.trace`."""
+    """Returns the observer of an engine."""
     found = engine.features["Metrics"]
     assert isinstance(found, Metrics)
     return found
+
+
+def metrics(llm: LLM) -> dict[str, Any]:
+    """Returns current gauges, and counters since the start: see `Metrics.gauges`."""
+    return metrics_of(llm.engine).gauges()
+
+
+def trace(llm: LLM) -> list[StepRecord]:
+    """Returns the records of all steps; there are none without trace=True."""
+    return metrics_of(llm.engine).trace
 
 
 class Bar(tqdm):
@@ -319,8 +333,5 @@ class Bar(tqdm):
         return super().update(n)
 
 
-def bar(engine: Engine, use_tqdm: Any) -> Callable[..., Any]:
-    """Returns a function that makes a bar, with the arguments of tqdm. use_tqdm: a user's own"""
-    if callable(use_tqdm):
-        return lambda disable, **options: use_tqdm(**options)
-    return partial(Bar, metrics_of(engine))
+# a function that makes bars for an engine
+PARTS = {"progress_bar": lambda engine: partial(Bar, metrics_of(engine))}

@@ -8,7 +8,7 @@ the other, on a separate stream (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2
     main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
 
 The parameters of a layer are views of its buffer, so the layer knows nothing about this, and CUDA
-graphs capture the copies like everything else. `ModelRunner.load_model` calls `offloading`.
+graphs capture the copies like everything else. `ModelRunner.load_model` asks for `offloading`.
 """
 
 import math
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoengine.features import Condition
+from nanoengine.config import EngineConfig
+from nanoengine.errors import Condition
 from nanoengine.loader import load_model, place_on
 from nanoengine.model import Decoder
 
@@ -31,12 +32,12 @@ CONDITIONS: list[Condition] = [
     ("cpu_offload_gb", lambda c: c.device != "cpu", "0 on a CPU")]
 
 
-def offloading(gibibytes: float) -> Callable[..., Decoder]:
-    """Returns a `load_model` for a model that keeps layers of this many GiB on the host."""
+def offloading(config: EngineConfig) -> Callable[..., Decoder]:
+    """Returns a `load_model` for a model that keeps layers of `cpu_offload_gb` on the host."""
     on_host: list[nn.Module] = []
 
     def place(model: Decoder, device: str) -> None:
-        on_host.extend(choose_layers(model.layers, gibibytes * 2**30))
+        on_host.extend(choose_layers(model.layers, config.cpu_offload_gb * 2**30))
         modules = [model.embed_tokens, *model.layers, model.norm, model.lm_head]
         place_on(nn.ModuleList(on_host), "cpu")
         place_on(nn.ModuleList(each for each in modules if each not in on_host), device)
@@ -119,3 +120,6 @@ class Offload:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 self.buffers[number % 2].copy_(self.weights[number], non_blocking=True)
+
+
+PARTS = {"load_model": offloading}

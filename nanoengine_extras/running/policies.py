@@ -1,4 +1,4 @@
-"""More policies, which this file adds to the engine's tables: see nanoengine/policies.py.
+"""More policies, besides those of nanoengine/policies.py, and `kv_allocation`.
 
 "static", "max-length", "least-recently-run", "random" and `overtaking` are for comparison: engines
 worked like the first two before paging and continuous batching.
@@ -6,12 +6,15 @@ worked like the first two before paging and continuous batching.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import Any
 
-from nanoengine.features import naming, rejected
+from nanoengine.block_manager import BlockManager
+from nanoengine.config import EngineConfig
+from nanoengine.errors import Condition, naming, rejected
+from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
-from nanoengine.policies import BATCHING, KV_ALLOCATION, ORDERS, VICTIMS, find_policy
+from nanoengine.policies import Table, find_policy
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Batch, Sequence
 
@@ -30,7 +33,7 @@ class LeastRecentlyRun(Feature):
     def scheduled(self, batch: Batch) -> None:
         for seq in batch.sequences:
             seq.kept["last_step"] = self.num_steps
-        self.num_steps += bool(batch) and not batch.is_known
+        self.num_steps += bool(batch)
 
     def __call__(self, running: Any) -> Sequence:
         return max(reversed(running), key=lambda seq: -seq.kept.get("last_step", 0))
@@ -64,7 +67,7 @@ def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Callable[[A
     base: the other policy, a name or a function. Raises ValueError for anything else.
     """
     with naming("overtaking(base=…)"):
-        choose = find_policy("scheduling", base)
+        choose = find_policy("scheduling", base, MORE_BATCHING)
     if type(max_waiting) is not int or max_waiting < 0:
         raise rejected("max_waiting", max_waiting, "an integer, at least 0")
     return Overtaking(choose, base, max_waiting)
@@ -121,15 +124,48 @@ class Overtaken:
         return self.scheduler.build(left, admit)
 
 
-BATCHING["static"] = Static
-ORDERS["priority"] = attrgetter("priority")
-VICTIMS |= {
+# blocks for as many tokens: of a sequence now, or the most that this one, or any, can have
+KV_ALLOCATION: dict[str, Callable[[Sequence, int], int]] = {
+    "on-demand": lambda seq, max_model_len: 0,
+    "reserve": lambda seq, max_model_len: seq.max_num_tokens,
+    "max-length": lambda seq, max_model_len: max_model_len}
+
+CONDITIONS: list[Condition] = [
+    ("kv_allocation", lambda c: callable(c.kv_allocation) or c.kv_allocation in [*KV_ALLOCATION],
+     f"one of {[*KV_ALLOCATION]}, or a function like these")]
+
+
+class HoldingBlockManager(BlockManager):
+    """A block manager for `kv_allocation`: an admitted sequence has blocks for at least as many
+    tokens as the policy says.
+
+    policy: returns how many, given a sequence and max_model_len.
+    """
+
+    policy: Any = "on-demand"
+    max_model_len = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig, runner: ModelRunner) -> Any:
+        manager = super().of(config, runner)
+        manager.policy = config.kv_allocation
+        manager.max_model_len = runner.max_model_len
+        return manager
+
+    def num_blocks_to_hold(self, seq: Sequence) -> int:
+        choose = self.policy if callable(self.policy) else KV_ALLOCATION[self.policy]
+        with naming(rejected("kv_allocation", self.policy, "one that returns an int, the tokens")):
+            held = min(index(choose(seq, self.max_model_len)), self.max_model_len)
+        return max(super().num_blocks_to_hold(seq), self.num_blocks_for(held))
+
+
+MORE_BATCHING: Table = {"static": Static}
+MORE_ORDERS: Table = {"priority": attrgetter("priority")}
+MORE_VICTIMS: Table = {
     "longest": highest(lambda seq: seq.num_tokens),
     "lowest-priority": highest(lambda seq: seq.priority),
     "least-recently-run": LeastRecentlyRun,
     # equal in every run with the same seeds
     "random": highest(lambda seq: hash((seq.seed, seq.num_tokens)))}
-# blocks for the most tokens that this sequence, or any sequence, can have: no preemption
-KV_ALLOCATION |= {
-    "reserve": lambda seq, max_model_len: seq.max_num_tokens,
-    "max-length": lambda seq, max_model_len: max_model_len}
+PARTS = {"scheduling": MORE_BATCHING, "scheduling_policy": MORE_ORDERS,
+         "preemption_victim": MORE_VICTIMS, "block_manager": HoldingBlockManager}

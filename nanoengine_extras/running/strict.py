@@ -1,8 +1,8 @@
-"""Strict checks of user input, and vLLM's shorthands. The rules use pydantic.
+"""Strict checks of user input, and vLLM's shorthands: fills the slot "checks".
 
-features.py calls it for `EngineConfig`, `SamplingParams` and `BeamSearchParams`, and
-`InputProcessor` for the arguments of each call. A broken rule is a ValueError that names the
-argument, the value and what is accepted.
+The rules use pydantic. `Strict` checks the types of `EngineConfig`, `SamplingParams` and `BeamSearchParams`, and the
+arguments of each call. A broken rule is a ValueError that names the argument, the value and what is
+accepted.
 """
 
 import math
@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from functools import cache, wraps
+from functools import cache
 from numbers import Integral
 from pathlib import Path
 from traceback import walk_tb
@@ -22,8 +22,10 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_
 from pydantic_core import ValidationError
 from torch import Tensor
 
-from nanoengine.features import (
-    OBSERVERS, Condition, check, extension, is_installed, rejected)
+from nanoengine.errors import Checks, Condition, check, rejected
+from nanoengine.features import extension, is_installed
+from nanoengine.observers import Feature
+from nanoengine_extras import OBSERVERS
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -103,7 +105,7 @@ OWN_RULES: dict[str, Any] = {
     "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
     "BeamSearchParams": {"max_tokens": Count}}
 
-# conditions on several options, as in `features.check`
+# conditions on several options
 CONDITIONS: dict[str, list[Condition]] = {
     "EngineConfig": [
         # an empty path would be the current folder
@@ -117,11 +119,14 @@ CONDITIONS: dict[str, list[Condition]] = {
 
 def are_features(given: list[Any]) -> bool:
     """Whether these are features, each with a name other than those of the engine."""
-    # imported here, since this module is imported while the options are defined
-    from nanoengine.observers import Feature
     names = [type(each).__name__ for each in given]
     is_new = len({*names, *OBSERVERS.values()}) == len(names) + len(OBSERVERS)
     return is_new and all(isinstance(each, Feature) for each in given)
+
+
+@cache
+def names_of(kind: Any) -> frozenset[str]:
+    return frozenset(each.name for each in fields(kind))
 
 
 @cache
@@ -132,110 +137,110 @@ def rules_of(kind: Any) -> Any:
     return create_model(kind.__name__, __config__=STRICT, **checked).__pydantic_validator__
 
 
-def values_of(options: Any) -> dict[str, Any]:
-    """Returns the values of a dataclass, checked, and with shorthands written out."""
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
-    try:
-        values = rules_of(options.__class__).validate_python(given)
-    except ValidationError as error:
-        raise ValueError("; ".join(explain(each) for each in error.errors())) from None
-    return {name: getattr(values, name) for name in given}
+# --------------------------------------------------------------------------------- the checks
 
 
-def checked_options(kind: Any) -> Any:
-    """Decorates a dataclass: unknown and missing keywords are ValueErrors, which name the nearest
-    known one. Types are checked, and shorthands written out, before `__post_init__`. A value
-    that is assigned later is checked like an argument."""
-    known = [each.name for each in fields(kind)]
-    needed = [each.name for each in fields(kind) if each.default is each.default_factory is MISSING]
-    complete = {*known}
-    initialize = kind.__init__
-    complete_it = getattr(kind, "__post_init__", lambda self: None)
+class Strict(Checks):
+    """The methods are described in nanoengine/errors.py."""
 
-    def refuse_unknown(names: Iterable[str]) -> None:
-        for name in names:
-            advice = extension("tools.vllm").advice(name) if is_installed("tools.vllm") else ""
-            near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
-            last = f"leave it out; help({kind.__name__}) lists the known ones"
-            raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")
-
-    @wraps(initialize)
-    def __init__(self: Any, *arguments: Any, **options: Any) -> None:
-        refuse_unknown(options.keys() - complete)
-        if missing := [name for name in needed[len(arguments):] if name not in options]:
+    def names(self, kind: Any, arguments: tuple, options: dict) -> None:
+        for name in options.keys() - names_of(kind):
+            raise unknown(name, kind)
+        needed = [each.name for each in fields(kind)
+                  if each.default is each.default_factory is MISSING]
+        missing = [name for name in needed[len(arguments):] if name not in options]
+        # a copy begins without any
+        if missing and (arguments or options):
             raise ValueError("; ".join(f"{name} is missing" for name in missing))
-        initialize(self, *arguments, **options)
 
-    def __post_init__(self: Any) -> None:
-        vars(self).update(values_of(self))
-        complete_it(self)
-        check(self, CONDITIONS.get(kind.__name__, []))
+    def values(self, options: Any) -> None:
+        given = {each.name: getattr(options, each.name) for each in fields(options)}
+        try:
+            values = rules_of(options.__class__).validate_python(given)
+        except ValidationError as error:
+            raise ValueError("; ".join(explain(each) for each in error.errors())) from None
+        vars(options).update({name: getattr(values, name) for name in given})
+        check(options, CONDITIONS.get(type(options).__name__, []))
 
-    def __setattr__(self: Any, name: str, value: Any) -> None:
+    def assigned(self, options: Any, name: str, value: Any) -> Any:
+        known = names_of(type(options))
         # during __init__ some fields are missing
-        if vars(self).keys() >= complete:
-            refuse_unknown({name} - complete)
-            others = {each: vars(self)[each] for each in known}
-            value = getattr(kind(**others | {name: value}), name)
-        object.__setattr__(self, name, value)
+        if vars(options).keys() >= known:
+            if name not in known:
+                raise unknown(name, type(options))
+            others = {each: vars(options)[each] for each in known}
+            value = getattr(type(options)(**others | {name: value}), name)
+        return value
 
-    kind.__init__ = __init__
-    kind.__post_init__ = __post_init__
-    if not kind.__dataclass_params__.frozen:
-        kind.__setattr__ = __setattr__
-    return kind
+    def call(self, prompts: Any, params: Any, priority: Any, kind: type) -> None:
+        if not isinstance(prompts, (str, dict, list, tuple)):
+            raise rejected("prompts", prompts, FORMS)
+        if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
+            prompts = [prompts]
+        for place, prompt in enumerate(prompts):
+            if not isinstance(prompt, dict):
+                prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+            token_ids = prompt.get("prompt_token_ids")
+            has_text = token_ids is None and isinstance(prompt.get("prompt"), str)
+            is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
+            if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
+                chats = "; messages are for chat" if "role" in prompt else ""
+                raise rejected(f"prompts[{place}]", prompts[place], FORMS + chats)
+            for token_id in token_ids or ():
+                if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+                    raise ValueError(f"prompts[{place}]: token id {token_id!r:.200} is out of "
+                                     "vocabulary: not an integer")
+        for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
+            is_list = isinstance(value, (list, tuple))
+            accepted = Integral if of is int else of
+            are_right = [isinstance(each, accepted) and not isinstance(each, bool)
+                         for each in (value if is_list else () if value is None else [value])]
+            if not all(are_right) or (is_list and len(value) != len(prompts)):
+                shown = f"a list of {len(value)}" if all(are_right) else value
+                raise rejected(name, shown, f"one {of.__name__}, or {len(prompts)} of them")
+
+    def memory(self, weights: Iterable[Tensor], device: str) -> None:
+        """Raises the error before anything is allocated."""
+        num_bytes = sum(each.nbytes for each in weights)
+        most = psutil.virtual_memory().total
+        if device == "cuda":
+            most = torch.cuda.mem_get_info()[1]
+        elif is_installed("running.containers"):
+            # where the kernel would kill the process without an error
+            most = extension("running.containers").free_memory(most)
+        if num_bytes > most:
+            raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", "smaller: device "
+                           f"{device!r} has {most / 2**30:.2f} GiB of memory")
+
+    def message(self, error: Exception) -> str:
+        """With advice if memory ran out. Raises the error itself if it comes from a signal handler,
+        since it then has nothing to do with the user's input."""
+        if is_from_signal(error):
+            raise error
+        message = super().message(error)
+        # the message of tokenizers for a text that UTF-8 cannot encode
+        if message.startswith("TextEncodeInput"):
+            return "the text has half of a surrogate pair, not a whole character: leave it out"
+        # PyTorch's error on a CPU has no separate class
+        if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+                or isinstance(error, RuntimeError) and "can't allocate memory" in message):
+            message = (message.removesuffix(".") +
+                       ". Lower max_num_batched_tokens or num_kv_blocks to save memory")
+        return message
 
 
-def check_memory(weights: Iterable[Tensor], device: str) -> None:
-    """Raises ValueError, before anything is allocated, if weights do not fit a device."""
-    num_bytes = sum(each.nbytes for each in weights)
-    most = psutil.virtual_memory().total
-    if device == "cuda":
-        most = torch.cuda.mem_get_info()[1]
-    elif is_installed("running.containers"):
-        # where the kernel would kill the process without an error
-        most = extension("running.containers").free_memory(most)
-    if num_bytes > most:
-        raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", f"smaller: device "
-                       f"{device!r} has {most / 2**30:.2f} GiB of memory")
-
-
-# --------------------------------------------------------------------------- arguments of calls
+# --------------------------------------------------------------------------------- errors
 
 
 FORMS = "a string, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
-def check_call(prompts: Any, params: Any, priority: Any, kind: type) -> None:
-    """Raises ValueError for badly formed arguments of `LLM.generate`. kind: the class of the
-    params."""
-    if not isinstance(prompts, (str, dict, list, tuple)):
-        raise rejected("prompts", prompts, FORMS)
-    if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
-        prompts = [prompts]
-    for place, prompt in enumerate(prompts):
-        if not isinstance(prompt, dict):
-            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        token_ids = prompt.get("prompt_token_ids")
-        has_text = token_ids is None and isinstance(prompt.get("prompt"), str)
-        is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
-        if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
-            chats = "; messages are for chat" if "role" in prompt else ""
-            raise rejected(f"prompts[{place}]", prompts[place], FORMS + chats)
-        for token_id in token_ids or ():
-            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-                raise ValueError(f"prompts[{place}]: token id {token_id!r:.200} is out of "
-                                 "vocabulary: not an integer")
-    for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
-        is_list = isinstance(value, (list, tuple))
-        are_right = [isinstance(each, Integral if of is int else of) and not isinstance(each, bool)
-                     for each in (value if is_list else () if value is None else [value])]
-        if not all(are_right) or (is_list and len(value) != len(prompts)):
-            shown = f"a list of {len(value)}" if all(are_right) else value
-            raise rejected(name, shown, f"one {of.__name__}, or {len(prompts)} of them")
-
-
-# --------------------------------------------------------------------------------- errors
+def unknown(name: str, kind: Any) -> ValueError:
+    """Returns the error for a keyword that a dataclass does not have."""
+    advice = extension("tools.vllm").advice(name) if is_installed("tools.vllm") else ""
+    near = [f"the nearest is {each}" for each in get_close_matches(name, names_of(kind), 1)]
+    last = f"leave it out; help({kind.__name__}) lists the known ones"
+    return ValueError(f"{name} is not known: {advice or [*near, last][0]}")
 
 
 def explain(found: Any) -> str:
@@ -245,22 +250,6 @@ def explain(found: Any) -> str:
     _, should, rest = found["msg"].partition(" should ")
     message = f"it must {rest}" if should else found["msg"].removeprefix("Value error, ")
     return f"{name}={found['input']!r:.1000} is not accepted: {message}" if name else message
-
-
-def message_of(error: Exception, message: str) -> str:
-    """Returns the message of an error, with advice if memory ran out. Raises the error itself if it
-    comes from a signal handler, since it then has nothing to do with the user's input."""
-    if is_from_signal(error):
-        raise error
-    # the message of tokenizers for a text that UTF-8 cannot encode
-    if message.startswith("TextEncodeInput"):
-        return "the text has half of a surrogate pair, not a whole character: leave it out"
-    # PyTorch's error on a CPU has no separate class
-    if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            or isinstance(error, RuntimeError) and "can't allocate memory" in message):
-        message = (message.removesuffix(".") +
-                   ". Lower max_num_batched_tokens or num_kv_blocks to save memory")
-    return message
 
 
 def is_from_signal(error: BaseException | None) -> bool:
@@ -274,3 +263,6 @@ def is_from_signal(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+PARTS = {"checks": Strict}

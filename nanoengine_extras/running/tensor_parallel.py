@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import Condition, rejected
+from nanoengine.errors import Condition, rejected
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Features
@@ -162,8 +162,8 @@ class RankRunner(ModelRunner):
         part = super().load_model(folder, read=self.group.read_part, **options)
         return parallelize(part, self.group)
 
-    def measure_free_bytes(self) -> int:
-        return self.group.least(super().measure_free_bytes())
+    def measure_free_bytes(self, max_model_len: int) -> int:
+        return self.group.least(super().measure_free_bytes(max_model_len))
 
     @torch.inference_mode()
     def follow(self, copies: Copies, numbers: Any, shape: StepShape) -> None:
@@ -335,3 +335,6 @@ def read_ahead(messages: SimpleQueue) -> None:
             messages.put(pickle.load(sys.stdin.buffer))
     finally:
         os._exit(0)
+
+
+PARTS = {"runner": TensorParallelRunner}

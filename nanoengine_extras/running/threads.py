@@ -6,7 +6,6 @@ call.
 """
 
 import threading
-import weakref
 
 from nanoengine.engine import Engine
 from nanoengine.kernels import kernels
@@ -23,8 +22,7 @@ class Threads(Feature):
         self.callers: set[int] = set()
 
     def begin(self, engine: Engine) -> None:
-        # without a cycle of references, an engine that is dropped frees its memory at once
-        self.engine = weakref.proxy(engine)
+        super().begin(engine)
         self.end_threads = kernels(engine.config.device, engine.config.kernels).end_threads
         # the threads that loaded the model
         self.end_threads()

@@ -7,12 +7,12 @@ paused, the search decides which of them continue, fork, end or are dropped.
 To `LLM` a search is a request like any other, and to the scheduler its beams are sequences like any
 others. An observer calls `update` for each of them that has a new token. This file uses:
 
-    llm.steps_for(searches), llm.change(work)
+    llm.driver.run(searches), llm.driver.change(work)
     Scheduler.finish(seq, reason)
     Scheduler.fork(parent, child)           the child shares the blocks of its parent
     Scheduler.enqueue(seq), .running, BlockManager.deallocate(seq)
                                             only for paused beams: see `make_way`
-    BlockManager.hold(seq), .num_blocks_for(num_tokens)
+    BlockManager.num_blocks_to_hold(seq), .num_blocks_for(num_tokens)
                                             the blocks that a search can need
     Sequence.needs_tokens                   no step runs ahead of a beam
     Sequence.end_tokens, .edits             are taken away: the search itself ends its beams
@@ -26,7 +26,7 @@ from heapq import nlargest
 from typing import Any
 from weakref import WeakValueDictionary
 
-from nanoengine.features import rejected, strict
+from nanoengine.errors import Options, rejected
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
 from nanoengine.requests import Request
@@ -36,9 +36,8 @@ from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 
 
-@strict
 @dataclass
-class BeamSearchParams:
+class BeamSearchParams(Options):
     """How one request is completed by beam search.
 
     beam_width: how many beams are kept, and returned.
@@ -63,9 +62,6 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
     structured_outputs: None = None
     allowed_token_ids: list[int] | None = None
-
-    def __post_init__(self) -> None:
-        """strict.py checks the types before this."""
 
 
 @dataclass
@@ -113,8 +109,6 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     requests = llm.inputs.make_requests(prompts, sampling_params, priority)
     scheduler = llm.engine.scheduler
     searches = [BeamSearch(request, params, scheduler) for request in requests]
-    for search in searches:
-        search.inbox = searches[0].inbox
     features = llm.engine.features
     features.load(["sampling.beam_search"])
     beams: Any = features["Beams"]
@@ -122,14 +116,14 @@ def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams,
     num_steps = beams.num_steps
     # some beams of a search always wait for a place
     is_wide = params.beam_width > scheduler.config.max_num_seqs
-    with closing(llm.steps_for(searches)) as steps:
+    with closing(llm.driver.run(searches)) as steps:
         # queues them
         next(steps)
         for updated in steps:
             # no step could be launched
             is_stuck = not updated and num_steps == beams.num_steps
             if is_stuck or is_wide:
-                llm.change(lambda: make_way(scheduler))
+                llm.driver.change(lambda: make_way(scheduler))
             num_steps = beams.num_steps
     tokenizer = llm.inputs.tokenizer
     for beam in [beam for search in searches for beam in search.finished]:
@@ -152,7 +146,7 @@ class Beams(Feature):
         self.num_steps = 0
 
     def scheduled(self, batch: Batch) -> None:
-        self.num_steps += bool(batch) and not batch.is_known
+        self.num_steps += bool(batch)
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         for seq in seqs:
@@ -193,8 +187,8 @@ class BeamSearch(Request):
         super().__init__(request.prompt, request.seqs)
         seq = self.seq
         manager = scheduler.block_manager
-        longest = max(seq.max_num_tokens, manager.hold(seq))
-        most = manager.num_blocks // manager.num_blocks_for(longest)
+        of_longest = manager.num_blocks_for(seq.max_num_tokens)
+        most = manager.num_blocks // max(of_longest, manager.num_blocks_to_hold(seq))
         if params.beam_width > most:
             raise rejected("beam_width", params.beam_width,
                            f"at most {most} with num_kv_blocks={manager.num_blocks}")

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanoengine.features import Condition, asked_by, naming, rejected
+from nanoengine.errors import Condition, naming, rejected
+from nanoengine.features import asked_by
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sampling_params import SamplingParams

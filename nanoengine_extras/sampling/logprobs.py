@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.features import Condition, rejected
+from nanoengine.errors import Condition, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sampler import max_rows

@@ -1,9 +1,8 @@
 """`speculation="prompt-lookup"`: a decode step also checks guesses at the next tokens (drafts).
 
-The engine launches its steps with `Speculation.launch`, which adds guesses to a scheduled batch and
-passes it to the runner. `Speculation.around` wraps the batching policy: it turns the tokens that
-guesses gained into steps. The scheduler, the runner, stop strings and outputs know nothing about
-guesses.
+A `SpeculatingEngine` takes the place of the engine. It launches its steps with guesses in them, and
+hands out the tokens that these have gained, one by one. The scheduler, the runner, stop strings and
+outputs know nothing about guesses.
 
 A step reads all weights, whether for one token of a sequence or for a few. So it can also compute
 the tokens that come next if a guess is right, and draw a token after each of them:
@@ -20,7 +19,8 @@ row. So these are the tokens that three steps would have drawn, greedy or not. (
 they need a rule for which guesses to accept. Here it is `==`.)
 
 The first drawn token joins its sequence at the end of the step, as usual. Each of the next steps
-gives one more token to each sequence that has some left, and computes nothing. A guess uses only
+gives one more token to each sequence that has some left, and computes nothing: so it is not
+scheduled, only done. A guess uses only
 slots that its sequence holds anyway. K and V of a wrong one lie after the last token, where no
 query sees them until a later step overwrites them.
 
@@ -36,7 +36,6 @@ the time, since the tokens do not depend on the decision.
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, cycle, islice
 from operator import eq, index
@@ -45,10 +44,10 @@ from typing import Any
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.features import Condition, naming
+from nanoengine.engine import Engine
+from nanoengine.errors import Condition, naming
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
-from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Batch, Copies, Row, Sequence
 from nanoengine.step_inputs import Launched
 
@@ -147,8 +146,8 @@ def gives_copies(feature: Feature | None) -> bool:
     return type(feature).fork is not Feature.fork if feature else False
 
 
-class Speculation:
-    """Launches the steps of an engine, with guesses.
+class SpeculatingEngine(Engine):
+    """Launches its steps with guesses.
 
     guess: the policy. Its attribute `kind`, if it has one, says how the last guess was found.
     stock: the tokens of each sequence that are drawn, but have not joined it yet.
@@ -160,9 +159,6 @@ class Speculation:
     def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features) -> None:
         policy = config.speculation
         self.guess = policy if callable(policy) else SPECULATION[policy]()
-        self.config = config
-        self.runner = runner
-        self.features = features
         self.clock = time.monotonic
         self.most_rows = len(runner.last_sampled)
         self.vocabulary = range(runner.model_config.vocab_size)
@@ -171,19 +167,17 @@ class Speculation:
         self.all_odds: dict[str, float] = {}
         self.costs = StepCosts()
         self.counts = Counter[str]()
+        super().__init__(config, runner, features)
 
-    def around(self, fill: Callable[[Scheduler], Batch]) -> Callable[[Scheduler], Batch]:
-        """Returns a policy: steps of tokens that are already drawn come first, then `fill`."""
-        stock = self.stock
-
-        def fill_known(scheduler: Scheduler) -> Batch:
-            seqs = [seq for seq in scheduler.running if stock.get(seq)]
-            if not seqs:
-                return fill(scheduler)
-            batch = scheduler.build(seqs, admit=False)
-            batch.is_known = True
-            return batch
-        return fill_known
+    def step(self) -> list[Sequence]:
+        """A step of tokens that are already drawn, if there are any; else as in `Engine`."""
+        self.check_open()
+        seqs = [seq for seq in self.scheduler.running if self.stock.get(seq)]
+        if not seqs:
+            return super().step()
+        batch = self.scheduler.build(seqs, admit=False)
+        tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
+        return self._collect(Launched(batch, torch.tensor(tokens, device="cpu"), self.clock()))
 
     def launch(self, batch: Batch) -> Launched:
         """Runs a step with guesses, and keeps the tokens that are drawn after right guesses.
@@ -191,17 +185,14 @@ class Speculation:
         1. The policy guesses, and the guesses that are worth it are computed.
         2. Guesses are compared with the tokens that were drawn in their places.
         """
-        if batch.is_known:
-            tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
-            return Launched(batch, torch.tensor(tokens, device="cpu"), self.clock())
         self.stock.clear()
         # a step with a prompt is limited by computation, not by memory: guesses would slow it down
         if max(batch.num_tokens) > 1:
-            return self.runner.launch(batch)
+            return super().launch(batch)
         began = self.clock()
         asked = self._ask(batch)
         guesses = self._worthwhile(asked, batch)
-        launched = self.runner.launch(self._with_guesses(batch, guesses))
+        launched = super().launch(self._with_guesses(batch, guesses))
         tokens = launched.wait()
         num_rows = len(batch.sampled)
         num_guesses = len(tokens) - num_rows
@@ -210,7 +201,7 @@ class Speculation:
             # K and V of a guess can be NaN, and spoil the token before it: so the step runs again
             # without guesses, and without the block copies, which are done
             guesses = {}
-            launched = self.runner.launch(replace(batch, copies=Copies()))
+            launched = super().launch(replace(batch, copies=Copies()))
             tokens = launched.wait()
 
         self.counts.update(guessed_tokens=num_guesses, computed_tokens=num_guesses)
@@ -322,3 +313,6 @@ class Speculation:
         for feature in self.features.values():
             feature.fork(seq, copy)
         return copy
+
+
+PARTS = {"engine": SpeculatingEngine, "num_more_rows": num_more_rows}

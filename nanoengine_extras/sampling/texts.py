@@ -7,13 +7,11 @@ its last token comes.
 An observer: `done` decodes the newest tokens, and ends sequences whose text has a stop string.
 """
 
-import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from nanoengine.engine import Engine
-from nanoengine.features import Condition, logger
+from nanoengine.errors import Condition, logger
 from nanoengine.observers import Feature, Launched
 from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Sequence
@@ -33,10 +31,6 @@ class Texts(Feature):
     """
 
     has_warned = False
-
-    def begin(self, engine: Engine) -> None:
-        # without a cycle of references, an engine that is dropped frees its memory at once
-        self.engine = weakref.proxy(engine)
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         params = seqs[0].params
@@ -191,3 +185,7 @@ def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str |
         return 0, None
 
     return find
+
+
+# `Texts.output` fills in the texts
+PARTS = {"text_of": lambda seq: ""}

@@ -1,6 +1,6 @@
 """`SamplingParams.truncate_prompt_tokens`: the end of a prompt that is too long."""
 
-from nanoengine.features import rejected
+from nanoengine.errors import rejected
 from nanoengine.sampling_params import SamplingParams
 
 
@@ -15,3 +15,6 @@ def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) 
         raise rejected("truncate_prompt_tokens", params.truncate_prompt_tokens, "at least 1, or -1 "
                        f"with max_tokens below max_model_len={max_model_len}")
     return token_ids[-kept:]
+
+
+PARTS = {"truncate": truncated}

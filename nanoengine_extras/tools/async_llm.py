@@ -17,7 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from nanoengine.features import extension, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension
 from nanoengine.llm import LLM
 from nanoengine.requests import Params, Request, RequestOutput
 
@@ -35,6 +36,7 @@ class AsyncLLM:
     def __init__(self, llm: LLM) -> None:
         if not isinstance(llm, LLM):
             raise rejected("llm", llm, "an LLM, as in AsyncLLM(LLM(model))")
+        extension("running.shared_steps", "an AsyncLLM")
         self.llm = llm
         # only one, since a second thread would have its own OpenMP threads
         self.thread = ThreadPoolExecutor(1)
@@ -137,8 +139,9 @@ class Call:
         self.adding = engine.thread.submit(add)
         engine.calls.add(self)
 
-    can_look = property(
-        lambda self: self.requests and self.news.empty() and self.requests[0].inbox)
+    # the requests with new tokens that the task has not seen yet
+    inbox = property(lambda self: self.engine.llm.driver.inboxes[self.requests[0]])
+    can_look = property(lambda self: self.requests and self.news.empty() and self.inbox)
 
     async def queue(self) -> None:
         """Returns when the requests are queued. Raises ValueError for bad input."""
@@ -163,7 +166,7 @@ class Call:
 
         Call it within a turn. pause: the seconds between two outputs of an unfinished request.
         """
-        inbox = self.requests[0].inbox
+        inbox = self.inbox
         now = time.monotonic()
         is_due = not self.only_whole and now >= self.looked + pause
         ready = [each for each in [*inbox.values()] if is_due or each.is_finished]

@@ -30,7 +30,8 @@ from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
 from nanoengine import LLM, RequestOutput
-from nanoengine.features import extension, naming, optional, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import extension, optional
 
 openai = extension("tools.openai_format", "batch")
 # absent on Windows, where nothing keeps two jobs from writing to one file

@@ -16,7 +16,8 @@ from jinja2 import nodes
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from nanoengine.features import extension, is_installed, logger, naming, rejected
+from nanoengine.errors import logger, naming, rejected
+from nanoengine.features import extension, is_installed
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, Params, RequestOutput
 

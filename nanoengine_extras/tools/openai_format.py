@@ -17,7 +17,8 @@ from itertools import accumulate
 from typing import Any
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from nanoengine.features import extension, is_installed, naming, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import extension, is_installed
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"

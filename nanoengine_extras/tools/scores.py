@@ -21,7 +21,8 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
-from nanoengine.features import extension, is_installed, naming, rejected
+from nanoengine.errors import checks, naming, rejected
+from nanoengine.features import is_installed
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -57,8 +58,7 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
     Raises ValueError for bad input. A continuation has to add a token to its prompt, and a text can
     have max_model_len tokens.
     """
-    if is_installed("running.strict"):
-        extension("running.strict").check_call(prompts, None, None, SamplingParams)
+    checks().call(prompts, None, None, SamplingParams)
     is_one = isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral)
     if is_one:
         prompts, continuations = [prompts], [continuations]

@@ -31,7 +31,8 @@ from contextlib import suppress
 from typing import Any
 
 from nanoengine import LLM
-from nanoengine.features import extension, is_installed, naming, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import extension, is_installed
 
 with naming('serve needs: pip install "nanoengine[serve]"'):
     import uvicorn

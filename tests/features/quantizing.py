@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.features import naming
+from nanoengine.errors import naming
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
 from nanoengine_extras.models.quantized import (

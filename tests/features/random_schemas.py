@@ -21,7 +21,7 @@ import numpy as np
 from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
 from llguidance import LLMatcher, LLTokenizer
 
-from nanoengine.features import naming
+from nanoengine.errors import naming
 from nanoengine_extras.sampling.structured_outputs.grammar import LIMITS, to_lark
 
 BYTES = LLTokenizer("byte")

@@ -9,9 +9,9 @@ import pytest
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
-from nanoengine.features import ALWAYS
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
+from nanoengine_extras import ALWAYS
 from nanoengine_extras.running.memory import AllWritten, largest_batch
 
 

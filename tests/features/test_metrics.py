@@ -127,7 +127,7 @@ def test_a_trace_has_every_step(make_llm):
     assert len(trace) == metrics["num_steps"]
     batches = [record.batch for record in trace]
     assert sum(sum(batch.num_tokens) for batch in batches) == metrics["computed_tokens"]
-    preempted = [mode for batch in batches for _, mode in batch.preempted]
+    preempted = [mode for batch in batches for _, mode, _ in batch.preempted]
     assert preempted == ["swap"] * metrics["swap_preemptions"] != []
     assert sum(output.metrics.num_preemptions for output in outputs) == len(preempted)
     for record, after in zip(trace, trace[1:]):

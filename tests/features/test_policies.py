@@ -6,15 +6,12 @@ import re
 from collections import Counter
 
 import pytest
-from conftest import ROOT, check_blocks
+from conftest import ROOT, check_blocks, policies_of
 from test_scheduler import ShadowCache, make_engine, make_sequence
 
-import nanoengine_extras.running.policies as extension
 from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, prefill_first
-from nanoengine.policies import KV_ALLOCATION, VICTIMS
-from nanoengine_extras.running.policies import overtaking
-
+from nanoengine_extras.running.policies import KV_ALLOCATION, MORE_VICTIMS, Static, overtaking
 
 
 def run(engine, seqs) -> list:
@@ -63,13 +60,13 @@ def test_a_head_that_does_not_fit_overtakes_in_one_step(base, run_ahead):
     engine.add(seqs[2])
     engine.step()
     overtaken = scheduler.scheduled[-1][0]
-    assert [seq for seq, _ in overtaken.preempted] == [seqs[0]]
+    assert [seq for seq, *_ in overtaken.preempted] == [seqs[0]]
     assert [seq for seq, _ in overtaken.admitted] == [seqs[1], seqs[2]][:len(overtaken.admitted)]
     assert seqs[0] not in overtaken.sequences and seqs[1] in overtaken.sequences
     assert scheduler.waiting[0] is seqs[0], "to the front"
     batches = run(engine, [])
     assert sum(len(batch.preempted) for batch in batches) <= 3
-    assert Counter(seq for batch in batches for seq, _ in batch.preempted).most_common()[0][1] == 1
+    assert Counter(seq for batch in batches for seq, *_ in batch.preempted).most_common()[0][1] == 1
 
 
 def test_a_head_that_only_waits_for_its_token_overtakes_nobody():
@@ -120,7 +117,7 @@ def test_the_least_recently_run_is_the_one_that_has_paused_longest_then_the_youn
     last_step: dict = {}
     chosen = []
 
-    class Checked(VICTIMS["least-recently-run"]):
+    class Checked(MORE_VICTIMS["least-recently-run"]):
         def __call__(self, running):
             victim = super().__call__(running)
             oldest = min(last_step[seq] for seq in running)
@@ -128,7 +125,7 @@ def test_the_least_recently_run_is_the_one_that_has_paused_longest_then_the_youn
             assert victim is [seq for seq in running if last_step[seq] == oldest][-1]
             return victim
 
-    monkeypatch.setitem(VICTIMS, "least-recently-run", Checked)
+    monkeypatch.setitem(MORE_VICTIMS, "least-recently-run", Checked)
     for seed in range(200):
         rng = random.Random(seed)
         now = [0.0]
@@ -148,16 +145,17 @@ def test_the_random_victim_is_the_same_in_every_run():
     running = [make_sequence([1, 2, 3], 9, str(number)) for number in range(20)]
     for number, seq in enumerate(running):
         seq.seed = number
-    found = [VICTIMS["random"](running[:count]) for count in range(1, 20)]
-    assert found == [VICTIMS["random"](running[:count]) for count in range(1, 20)]
+    found = [MORE_VICTIMS["random"](running[:count]) for count in range(1, 20)]
+    assert found == [MORE_VICTIMS["random"](running[:count]) for count in range(1, 20)]
     assert len(set(found)) > 2
 
 
 def test_nothing_else_is_in_the_tables():
-    assert [*BATCHING] == ["prefill-first", "mixed", "static"]
+    assert [*policies_of("scheduling")] == ["prefill-first", "mixed", "static"]
     assert [*KV_ALLOCATION] == ["on-demand", "reserve", "max-length"]
-    assert [*VICTIMS] == ["youngest", "longest", "lowest-priority", "least-recently-run", "random"]
-    assert EngineConfig(model="m", scheduling=extension.Static).scheduling is extension.Static
+    victims = policies_of("preemption_victim")
+    assert [*victims] == ["youngest", "longest", "lowest-priority", "least-recently-run", "random"]
+    assert EngineConfig(model="m", scheduling=Static).scheduling is Static
 
 
 def test_the_snippets_of_the_page_about_policies(tmp_path, monkeypatch, capsys):

@@ -75,7 +75,7 @@ def test_scores_of_preempted_prompts(make_llm, expected, mode):
                   preemption_mode=mode, swap_space=0.01, trace=True) as llm:
         requests = llm.add(random_prompts([9, 3, 12, 6], seed=3), params)
         assert run(llm) == expected
-        preempted = [seq for record in llm.trace for seq, _ in record.batch.preempted]
+        preempted = [seq for record in llm.trace for seq, *_ in record.batch.preempted]
         assert any("scorer" in seq.kept for seq in preempted)
         assert llm.metrics()[f"{mode}_preemptions"]
         while not all(request.is_finished for request in requests):

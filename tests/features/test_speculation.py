@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS
+from nanoengine.engine import make_engine
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
 from nanoengine.sequence import Sequence
+from nanoengine_extras import ALWAYS
 from nanoengine_extras.sampling import speculation
 from nanoengine_extras.sampling.speculation import PromptLookup, StepCosts
 from nanoengine_extras.sampling.structured_outputs.grammar import Grammar, LLParserLimits
@@ -69,12 +69,12 @@ def speculating(monkeypatch):
         policy = "prompt-lookup" if rng.random() < 0.2 else guess
         options = vars(config) | dict(run_ahead=False, speculation=policy)
         runner.last_sampled = torch.zeros(config.max_num_seqs + 32)
-        engine = Engine(EngineConfig(**options), runner, features)
-        engine.launcher.clock = itertools.count().__next__
-        guessers.append(engine.launcher)
+        engine = make_engine(EngineConfig(**options), runner, features)
+        engine.clock = itertools.count().__next__
+        guessers.append(engine)
         return engine
 
-    monkeypatch.setattr(test_scheduler, "Engine", make_speculating)
+    monkeypatch.setattr(test_scheduler, "engine_of", make_speculating)
     return guessers
 
 
@@ -224,8 +224,9 @@ def speculate(llm: LLM, policy, clock=time.monotonic) -> None:
     runner = llm.engine.runner
     runner.last_sampled = runner.last_sampled.new_zeros(llm.config.max_num_seqs + 32)
     runner.features = llm.inputs.features = Features(ALWAYS)
-    llm.engine = Engine(EngineConfig(**options), runner, runner.features)
-    llm.engine.launcher.clock = clock
+    llm.engine = make_engine(EngineConfig(**options), runner, runner.features)
+    llm.driver = type(llm.driver)(llm.engine, llm.driver.check_process)
+    llm.engine.clock = clock
 
 
 def raise_error(seq):
@@ -394,7 +395,7 @@ def test_a_forced_text_that_is_never_right_gives_way_to_the_policy(bundled, monk
         for _ in range(4):
             found += llm.generate("The fox", params, use_tqdm=False)
             steps.append(llm.metrics()["num_steps"])
-        assert llm.engine.launcher.all_odds["forced"] < 0.1
+        assert llm.engine.all_odds["forced"] < 0.1
     assert steps[4] - steps[3] < num_steps / 3, (num_steps, steps)
     assert all(parts_of(each) == parts_of(expected) for each in found)
 
@@ -532,9 +533,10 @@ class Machine:
 
 def seconds_of(llm, policy, seconds, prompts) -> float:
     speculate(llm, policy)
-    machine = Machine(llm.engine.launcher, seconds)
+    machine = Machine(llm.engine, seconds)
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True),
                  use_tqdm=False)
+    llm.engine.runner = machine.runner
     return machine.now
 
 
@@ -589,7 +591,7 @@ def test_odds_are_learnt_for_each_kind(small_llm):
     speculate(small_llm, policy, itertools.count().__next__)
     (found,) = small_llm.generate([prompt], params, use_tqdm=False)
     assert found.outputs == expected.outputs
-    metrics, odds = small_llm.metrics(), small_llm.engine.launcher.all_odds
+    metrics, odds = small_llm.metrics(), small_llm.engine.all_odds
     assert odds["right"] > 0.9 > 0.1 > odds["wrong"], odds
     num_wrong = metrics["guessed_tokens"] - metrics["right_guesses"]
     assert metrics["right_guesses"] > 60 and num_wrong < 10, metrics

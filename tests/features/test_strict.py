@@ -12,11 +12,13 @@ from test_sampler import make as make_row, sample
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.features import naming
+from nanoengine.errors import naming
 from nanoengine.observers import Feature
 from nanoengine_extras.tools import vllm
 from nanoengine_extras.tools.chat import render
-from nanoengine_extras.running.strict import check_call
+from nanoengine_extras.running.strict import Strict
+
+check_call = Strict().call
 
 
 @pytest.mark.parametrize("name, value, accepted", [
@@ -61,7 +63,7 @@ def test_bad_sampling_params(name, value, accepted):
 
 def test_what_is_missing_or_unknown_is_named():
     with pytest.raises(ValueError, match="^beam_width is missing; max_tokens is missing$"):
-        BeamSearchParams()
+        BeamSearchParams(ignore_eos=True)
     with pytest.raises(ValueError, match="^temprature is not known: the nearest is temperature$"):
         SamplingParams().temprature = 1
 

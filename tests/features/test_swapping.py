@@ -18,7 +18,6 @@ def test_a_swapped_sequence_comes_back_with_the_blocks_that_the_cache_has_and_co
     seq.token_ids.append(10)
     old_table = list(seq.block_table)
     assert manager.preempt(seq) == "swap"
-    seq.num_preempted_tokens = 10
     host_blocks = manager.host_tables[seq]
     assert manager.take_copies().swap_out == dict(zip(host_blocks, old_table))
     assert not seq.is_running and seq.num_computed_tokens == 0 and not manager.free_host_blocks

@@ -3,7 +3,7 @@ K-EXAONE, MiniMax M2."""
 
 from typing import Any
 
-from nanoengine.features import rejected
+from nanoengine.errors import rejected
 from nanoengine_extras.models.gguf_families.experts import OF_EXPERTS, OF_MIXTRAL, with_experts
 from nanoengine_extras.models.gguf_families.family import (
     EXPERTS, PART, WINDOW, Family, rotated_in_part, windows)

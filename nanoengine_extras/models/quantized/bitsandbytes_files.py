@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.features import rejected
+from nanoengine.errors import rejected
 from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.stored import FLOATS, INTEGERS, Index, Opened, Stored, plain
 

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.features import extension, rejected
+from nanoengine.errors import rejected
+from nanoengine.features import extension
 from nanoengine_extras.models.quantized import gguf_numbers
 from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.gguf_header import FLOATS, Header

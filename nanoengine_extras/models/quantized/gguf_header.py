@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import torch
 
-from nanoengine.features import extension, naming, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import extension
 from nanoengine_extras.models.quantized import gguf_numbers, methods
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nanoengine.features import naming, rejected
+from nanoengine.errors import naming, rejected
 
 # an entry, its value, and what is accepted
 Row = tuple[str, Any, list]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.features import rejected
+from nanoengine.errors import rejected
 from nanoengine_extras.models.quantized import formulas
 from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.scaled_files import scaled

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.features import rejected
+from nanoengine.errors import rejected
 from nanoengine_extras.models.quantized import formulas, methods
 from nanoengine_extras.models.quantized.formulas import E4M3, MXFP4, Grouped
 from nanoengine_extras.models.quantized.stored import (

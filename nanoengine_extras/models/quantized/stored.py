@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nanoengine.features import naming, rejected
+from nanoengine.errors import naming, rejected
 from nanoengine_extras.models.quantized import formulas, methods
 from nanoengine_extras.models.quantized.formulas import Grouped
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nanoengine.features import extension, is_installed, logger
+from nanoengine.errors import logger
+from nanoengine.features import extension, is_installed
 from nanoengine_extras.cpu.memory import SharedPages, release_memory
 from nanoengine_extras.cpu.modules import PackedLinear, kind_of
 from nanoengine_extras.models.quantized.expert_files import Matrices

@@ -31,7 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.attention import gather_attention
-from nanoengine.features import extension, is_installed, logger, rejected
+from nanoengine.errors import checks, logger, rejected
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extras.models.transformers_models.calls import Mask, NotComputed
 from nanoengine_extras.models.transformers_models.check import check_model
@@ -207,10 +207,10 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     if runner.device == "cpu":
         # expert by expert: the check in float32 need not convert the matrices of all
         options["experts_implementation"] = "eager"
-    if is_installed("running.strict") and not is_packed:
+    if not is_packed:
         with torch.device("meta"):
             sizes = kind._from_config(copy.deepcopy(config), **options)
-        extension("running.strict").check_memory(sizes.parameters(), runner.device)
+        checks().memory(sizes.parameters(), runner.device)
     if runner.config.load_format == "dummy":
         torch.default_generator.manual_seed(0)
         causal = kind._from_config(config, **options)

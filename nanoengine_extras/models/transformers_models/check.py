@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from nanoengine.attention import BACKENDS, make_caches
-from nanoengine.features import extension, is_installed, logger
+from nanoengine.attention import backends, make_caches
+from nanoengine.errors import logger
+from nanoengine.features import extension, is_installed
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extras.models.transformers_models.calls import (
@@ -181,9 +182,10 @@ def check_model(runner: Any, model: Any, causal: Any) -> None:
     optimize_modules(causal, runner)
     backend = runner.backend
     # the runner makes the same choice afterwards
-    if BACKENDS[backend].attend is None and not runner.kernels.knows_attention(model):
-        backend = "gather"
-    runner.kernels.optimize(model, has_attention=BACKENDS[backend].attend is None)
+    is_in_model = backends(runner.device)[backend].is_in_model
+    if is_in_model and not runner.kernels.knows_attention(model):
+        backend, is_in_model = "gather", False
+    runner.kernels.optimize(model, has_attention=is_in_model)
     with only(model, *few):
         token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST, has_experts)
     for place in model.waits[:1]:
@@ -236,9 +238,10 @@ def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
     size = runner.config.block_size
     length = ids.shape[1]
     num_blocks = 2 * -(-length // size)
+    chosen = backends(runner.device)[backend]
     caches = make_caches(
-        runner.model_config, num_blocks + 1, size, dtype, runner.device, backend)
-    model.bind(caches, caches, BACKENDS[backend].attend)
+        runner.model_config, num_blocks + 1, size, dtype, runner.device, chosen)
+    model.bind(caches, caches, chosen.attend)
     seqs = [Sequence("", row, length, length) for row in ids.tolist()]
     for number, seq in enumerate(seqs):
         # the two sequences take blocks in turn, from the last block backwards

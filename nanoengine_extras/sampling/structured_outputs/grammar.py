@@ -21,7 +21,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import AddedToken, Tokenizer
 
-from nanoengine.features import naming, rejected
+from nanoengine.errors import naming, rejected
 from nanoengine_extras.sampling.structured_outputs.regexes import common_regex
 
 ONE_OF = ("one of {'json': …}, {'json_object': True}, {'regex': …}, {'choice': …}, "

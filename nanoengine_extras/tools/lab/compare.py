@@ -25,7 +25,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.engine import Engine
 from nanoengine.policies import VICTIMS
 from nanoengine_extras.running.metrics import metrics_of
-from nanoengine_extras.running.policies import overtaking
+from nanoengine_extras.running.policies import MORE_VICTIMS, overtaking
 from .drawing import draw_comparison, draw_timeline, write_perfetto
 from .figures import Figures, Runs, figures_of, report
 from .options import Parser, Workload, command, new_engine
@@ -36,7 +36,7 @@ COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name
     "memory": {name: {"kv_allocation": name} for name in ("max-length", "reserve", "on-demand")},
     "preemption": {"recompute": {}, "swap": {"preemption_mode": "swap"},
                    "reserve": {"kv_allocation": "reserve"}},
-    "victims": {name: {"preemption_victim": name} for name in VICTIMS},
+    "victims": {name: {"preemption_victim": name} for name in (*VICTIMS, *MORE_VICTIMS)},
     "prefix": {"no cache": {"enable_prefix_caching": False}, "prefix cache": {}},
     "sampling": {"greedy": {"temperature": 0.0}, "temperature": {"temperature": 0.8},
                  "top-k 20": {"top_k": 20}, "top-p 0.9": {"top_p": 0.9},

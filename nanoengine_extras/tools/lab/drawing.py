@@ -36,7 +36,7 @@ def lanes(trace: list[Step]) -> dict[str, list[tuple[float, float, str]]]:
     since: dict[Any, tuple[float, str]] = {}  # the current state of each: since when, and which
     begin = before = trace[0].started
     for start, end, record in spans(trace):
-        for seq, mode in record.batch.preempted:
+        for seq, mode, _ in record.batch.preempted:
             since[seq] = (before, "swapped" if mode == "swap" else "preempted")
         for seq, num_tokens in zip(record.batch.sequences, record.batch.num_tokens):
             metrics = seq.kept.get("metrics")

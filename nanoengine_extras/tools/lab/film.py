@@ -29,7 +29,8 @@ def frame_of(engine: Engine, batch: Batch) -> dict:
     manager = engine.scheduler.block_manager
     host_tables = getattr(manager, "host_tables", {})  # only if blocks are swapped
     return {
-        "batch": (batch.sequences, batch.starts, batch.num_tokens, batch.preempted),
+        "batch": (batch.sequences, batch.starts, batch.num_tokens,
+                  [(seq, mode) for seq, mode, _ in batch.preempted]),
         "copies": vars(batch.copies),
         "running": [(seq, seq.num_tokens, seq.num_computed_tokens, seq.block_table.tolist())
                     for seq in engine.scheduler.running],

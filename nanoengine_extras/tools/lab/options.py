@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
-from nanoengine.features import ALWAYS, naming, rejected
+from nanoengine.engine import Engine, make_engine
+from nanoengine.errors import naming, rejected
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor
+from nanoengine_extras import ALWAYS
 
 ROOT = Path(__file__).resolve().parents[3]
 # models without weights
@@ -203,5 +204,6 @@ def new_engine(llm: Any, **changes: Any) -> Engine:
     """Gives a loaded model a new engine, with other options."""
     runner = llm.engine.runner
     runner.features = llm.inputs.features = Features(ALWAYS)
-    llm.engine = Engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
+    llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
+    llm.driver = type(llm.driver)(llm.engine, llm.driver.check_process)
     return llm.engine

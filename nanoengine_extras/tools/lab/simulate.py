@@ -11,6 +11,7 @@ that is read. The constants are those of Llama-3-8B on an A100, or measured on t
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine
+from nanoengine.engine import Engine, make_engine
 from nanoengine.observers import Features
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
@@ -82,10 +83,11 @@ class SimulatedRunner:
         self.max_model_len = config.max_model_len or longest
         self.block_bytes = cost.kv_bytes * config.block_size
         self.num_kv_blocks = config.num_kv_blocks or cost.num_slots // config.block_size
-        self.host_blocks = range(int(config.swap_space * 2**30 / self.block_bytes))
+        num_host_blocks = int(config.swap_space * 2**30 / self.block_bytes)
+        self.copier = SimpleNamespace(host_blocks=range(num_host_blocks))
         features = Features(["running.guards"])
-        features["Metrics"] = Metrics(lambda: self.now)
-        self.engine = Engine(config, cast(Any, self), features)
+        features.add({"Metrics": Metrics(lambda: self.now)})
+        self.engine = make_engine(config, cast(Any, self), features)
 
     def launch(self, batch: Batch) -> Launched:
         began = self.now

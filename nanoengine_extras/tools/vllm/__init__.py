@@ -23,7 +23,8 @@ from unittest.mock import patch
 
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput
-from nanoengine.features import extension, naming, rejected
+from nanoengine.errors import naming, rejected
+from nanoengine.features import extension
 from nanoengine.observers import Feature
 from nanoengine.sequence import Sequence
 
@@ -301,7 +302,7 @@ class LLM(nanoengine.LLM):
         """Answers as nanoengine does; by default, with the engine's `chat_template`."""
         return super().chat(*arguments, **self.for_chat(options))
 
-    def beam_search(self, prompts: Any, params: Any,  # type: ignore[override]
+    def beam_search(self, prompts: Any, params: Any,
                     lora_request: Any = None, use_tqdm: Any = False, **options: Any) -> list[Any]:
         """Searches without a progress bar, and all prompts together."""
         options = without(options | {"lora_request": lora_request})

@@ -250,7 +250,7 @@ def test_add_that_is_interrupted_leaves_no_request(tiny_llm, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tiny_llm, "turn", Interrupted)
+        patch.setattr(tiny_llm.driver, "turn", Interrupted)
         tiny_llm.add([[5, 6, 7]], PARAMS)
     tiny_llm.step()
     assert not tiny_llm.active
@@ -414,7 +414,7 @@ def drop():
 for function in (lambda: list(stream), drop, llm.close, llm.reset_prefix_cache):
     print(in_child(function))
 print(len(list(stream)))
-llm.lock.acquire()  # as if a thread of the parent were in a call
+llm.driver.lock.acquire()  # as if a thread of the parent were in a call
 print(in_child(llm.close))
 """
 

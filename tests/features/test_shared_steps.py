@@ -358,13 +358,16 @@ def test_the_first_tokens_of_a_stream_come_before_the_last_ones_of_a_call(shared
     check_idle(shared_llm)
 
 
+FILES = ("nanoengine/llm.py", "running/shared_steps.py", "/contextlib.py")
+
+
 def interrupted(call, at: int, check) -> bool:
-    """Runs a call with Ctrl-C at a line of llm.py or contextlib.py, counted from 1; whether it was
-    reached. Then it also runs a check, while the error refers to the frames of the call."""
+    """Runs a call with Ctrl-C at a line of these files, counted from 1; whether it was reached.
+    Then it also runs a check, while the error refers to the frames of the call."""
     count = itertools.count(1)
 
     def trace(frame, event, argument):
-        if not frame.f_code.co_filename.endswith(("nanoengine/llm.py", "/contextlib.py")):
+        if not frame.f_code.co_filename.endswith(FILES):
             return None
         # Python checks for signals after a call, not between taking a lock and what follows
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
