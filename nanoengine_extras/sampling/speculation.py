@@ -40,6 +40,7 @@ from dataclasses import replace
 from itertools import accumulate, cycle, islice
 from operator import eq, index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -104,13 +105,10 @@ class PromptLookup:
 
     def __init__(self) -> None:
         self.seen: OrderedDict[tuple[int, ...], tuple[list[int], int]] = OrderedDict()
-        self.indexed: dict[Sequence, int] = {}
+        self.indexed: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     def __call__(self, seq: Sequence) -> Any:
         text = seq.token_ids
-        # most of them have ended; the others are indexed again
-        if len(self.indexed) > 2000:
-            self.indexed.clear()
         for place in range(self.indexed.get(seq, 1), len(text)):
             for size in self.SIZES:
                 self.seen[tuple(text[max(0, place - size):place])] = text, place
@@ -152,7 +150,7 @@ class SpeculatingEngine(Engine):
     guess: the policy. Its attribute `kind`, if it has one, says how the last guess was found.
     stock: the tokens of each sequence that are drawn, but have not joined it yet.
     odds: how often recent guesses of a sequence were right, by their kind: the policy's, or
-        "forced" by a grammar.
+        "forced" by a grammar. Like `stock`, it keeps no sequence alive.
     all_odds: the same for the guesses of all sequences; a new sequence begins with them.
     """
 
@@ -162,8 +160,8 @@ class SpeculatingEngine(Engine):
         self.clock = time.monotonic
         self.most_rows = len(runner.last_sampled)
         self.vocabulary = range(runner.model_config.vocab_size)
-        self.stock: Guesses = {}
-        self.odds: dict[Sequence, dict[str, float]] = {}
+        self.stock: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()
+        self.odds: WeakKeyDictionary[Sequence, dict[str, float]] = WeakKeyDictionary()
         self.all_odds: dict[str, float] = {}
         self.costs = StepCosts()
         self.counts = Counter[str]()
@@ -231,7 +229,6 @@ class SpeculatingEngine(Engine):
         guess is made, except in every eighth step. An error of the policy becomes the
         sequence's.
         """
-        self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}
         asked: dict[Sequence, Any] = {}
         vocabulary = self.vocabulary
         for _, seq, position in batch.sampled:
@@ -244,7 +241,7 @@ class SpeculatingEngine(Engine):
             is_beam = seq.needs_tokens and not (grammar or seq.params.bad_words)
             is_alone = is_beam or not all(
                 map(gives_copies, map(self.features.get, seq.edits)))
-            odds = self.odds[seq]
+            odds = self.odds.setdefault(seq, {})
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own
             if most < 1 or is_alone or len(odds) == len(hopeless) > bool(grammar):
