@@ -202,9 +202,9 @@ class Strict(Checks):
         most = psutil.virtual_memory().total
         if device == "cuda":
             most = torch.cuda.mem_get_info()[1]
-        elif is_installed("running.containers"):
+        elif is_installed("running.memory"):
             # where the kernel would kill the process without an error
-            most = extension("running.containers").free_memory(most)
+            most = extension("running.memory").free_memory(most)
         if num_bytes > most:
             raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", "smaller: device "
                            f"{device!r} has {most / 2**30:.2f} GiB of memory")

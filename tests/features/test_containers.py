@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from nanoengine import LLM
-from nanoengine_extras.running.containers import free_memory
+from nanoengine_extras.running.memory import free_memory
 from nanoengine_extras.running.metrics import as_text
 
 GIB = 2**30

@@ -14,7 +14,8 @@ from test_sampler import logprobs, make, sample
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extras.sampling.logprobs import RowLogprobs, text_of
+from nanoengine_extras.sampling.logprobs import RowLogprobs
+from nanoengine_extras.sampling.texts import texts_of_tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)

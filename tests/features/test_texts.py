@@ -13,8 +13,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from nanoengine import LLM, SamplingParams
 from nanoengine.requests import Request
 from nanoengine.sequence import Sequence
-from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs, text_of
-from nanoengine_extras.sampling.texts import Text, Texts, stop_finder
+from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs
+from nanoengine_extras.sampling.texts import Text, Texts, stop_finder, texts_of_tokens
 
 
 class Completion(Text):

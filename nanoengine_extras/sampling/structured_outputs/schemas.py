@@ -23,6 +23,7 @@ LIMITS = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
 BYTES = LLTokenizer("byte")
 # llguidance recurses into each level of a schema, and its stack must not overflow
 MOST_LEVELS = 300
+TOO_DEEP = f"it has more than {MOST_LEVELS} levels, with those that $ref adds"
 # llguidance's dates include 29 February in every year, and the year 0; its times, leap seconds, and
 # small letters, which RFC 3339 (5.6) permits only to readers
 DAY = r"[1-9]\d{3}-(02-([01].|2[0-8])|(0[^2]|1.)-)"
@@ -47,7 +48,7 @@ def json_to_lark(schema: Any) -> str:
     if schema != {**json.loads(text, parse_int=float), **JSON_OPTIONS}:
         raise ValueError("it has an integer that a float64 would round")
     if num_levels(schema, schema, {}) > MOST_LEVELS:
-        raise ValueError(f"it has more than {MOST_LEVELS} levels, with those that $ref adds")
+        raise ValueError(TOO_DEEP)
     open_one = json.dumps(enforceable(schema, schema, closes=False))
     if re.search(r"\\u00([01]|7f)", open_one.replace(r"\\", "")):
         raise ValueError("it has a control character, which JSON must escape as \\u00…")
@@ -76,19 +77,25 @@ def target(root: Any, ref: Any) -> Any:
     return root
 
 
-def num_levels(part: Any, root: Any, known: dict[str, int]) -> int:
+def num_levels(part: Any, root: Any, known: dict[str, int], level: int = 0) -> int:
     """Returns how many levels of lists and dicts are in each other, through every `$ref`.
 
     known: the levels of each `$ref`, at first empty; a cycle counts once.
+    level: that of this part.
+
+    Raises ValueError for too many levels.
     """
     if not isinstance(part, (dict, list)):
         return 0
+    if level > MOST_LEVELS:
+        raise ValueError(TOO_DEEP)
     ref = part.get("$ref") if isinstance(part, dict) else None
     if isinstance(ref, str) and ref not in known:
         known[ref] = 0
-        known[ref] = num_levels(target(root, ref), root, known)
+        known[ref] = num_levels(target(root, ref), root, known, level + 1)
     parts = part.values() if isinstance(part, dict) else part
-    return 1 + max([known.get(str(ref), 0), *(num_levels(each, root, known) for each in parts)])
+    counts = [num_levels(each, root, known, level + 1) for each in parts]
+    return 1 + max([known.get(str(ref), 0), *counts])
 
 
 def combines(schema: Any) -> bool:
