@@ -153,14 +153,14 @@ class Strict(Checks):
     def values(self, options: Any) -> None:
         given = {each.name: plain(getattr(options, each.name)) for each in fields(options)}
         try:
-            found = rules_of(type(options)).model_validate(given)
+            found = rules_of(options.__class__).model_validate(given)
         except ValidationError as error:
             raise ValueError("; ".join(explain(each) for each in error.errors())) from None
         vars(options).update(vars(found))
         check(options, CONDITIONS.get(type(options).__name__, []))
 
     def assigned(self, options: Any, name: str, value: Any) -> Any:
-        known = names_of(type(options))
+        known = names_of(options.__class__)
         # during __init__ some fields are missing
         if vars(options).keys() >= known:
             if name not in known:

@@ -523,10 +523,6 @@ def test_thousands_of_choices(llm):
     assert {*found} <= {*choices} and len({*found}) > 1
 
 
-class Share(BaseModel):
-    percent: Annotated[float, Field(ge=0, le=100, multiple_of=0.01)]
-
-
 class Odd(BaseModel):
     call: Callable
 
