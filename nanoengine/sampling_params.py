@@ -85,7 +85,7 @@ class SamplingParams(Options):
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = of("sampling.texts", False)
     ignore_eos: bool = False
-    truncate_prompt_tokens: int | None = of("sampling.truncation", None)
+    truncate_prompt_tokens: int | None = of("sampling.texts", None)
     skip_special_tokens: bool = of("sampling.texts", True)
     detokenize: bool = of("sampling.texts", True)
     logprobs: int | None = of("sampling.logprobs", None)

@@ -22,6 +22,7 @@ STANDARD = {
     "checks": "running.strict",
     "progress_bar": "running.metrics",
     "text_of": "sampling.texts",
+    "texts_of_tokens": "sampling.texts",
     "default_params": "models.generation_config",
     "free_bytes": "running.memory",
     "backends": "running.backends",

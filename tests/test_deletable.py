@@ -38,8 +38,6 @@ ALL_CASES = {
              "    extension('tools.bench').main(['--help'])",
     "tools.chat": "assert texts.chat([{'role': 'user', 'content': '12 + 34'}], greedy, False)",
     "sampling.constraints": "assert run(llm, logit_bias={7: 1e9}).token_ids == [7] * 4",
-    "running.containers": "from nanoengine_extras.running.containers import free_memory as free; "
-                  "assert free(5) == 5",
     "models.dummy": "LLM(model, load_format='dummy', **options).close()",
     "models.explain": "import tempfile; LLM(tempfile.mkdtemp(), **options)",
     "models.experts": "import tempfile, transformers\n"
@@ -98,7 +96,6 @@ ALL_CASES = {
     "sampling.texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
     "models.transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
                            "assert run(with_option).token_ids == tokens; with_option.close()",
-    "sampling.truncation": "assert run(llm, truncate_prompt_tokens=1).token_ids",
     "tools.vllm": "import nanoengine_extras.tools.vllm"}
 # what says no where everything is there, and in which words
 REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
@@ -121,8 +118,6 @@ NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.ope
 # what holds without those that are not asked for by a name
 WITHOUT = {
     "tools.async_llm": "import nanoengine_extras",
-    "running.containers": "LLM(model, dtype='float32', block_size=16, max_num_seqs=2, "
-                  "max_model_len=64).close()",
     "models.explain": "import contextlib, tempfile\n"
                "with contextlib.suppress(ValueError):\n"
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
@@ -138,10 +133,12 @@ WITHOUT = {
 CASES = {name: case for name, case in ALL_CASES.items()
          if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
-ALWAYS = {*FILES} & {"running.containers", "models.explain", "models.generation_config", "running.guards", "running.metrics", "running.strict",
-                     "running.shared_steps", "sampling.texts", "running.threads"}
+ALWAYS = {*FILES} & {
+    "models.explain", "models.generation_config", "running.guards", "running.memory",
+    "running.metrics", "running.shared_steps", "running.strict", "running.threads",
+    "sampling.texts"}
 if "running.strict" not in FILES:
-    ALWAYS -= {"running.containers"}  # it asks how much memory is left
+    ALWAYS -= {"running.memory"}  # it asks how much memory is left
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work
 SLOW = ["running.tensor_parallel"]

@@ -44,7 +44,8 @@ class Guards(Feature):
         num_blocks = max(manager.num_blocks_for(num_tokens), *map(manager.num_blocks_to_hold, seqs))
         if num_blocks > manager.num_blocks:
             raise ValueError(f"request {seqs[0].request_id}: {num_tokens} tokens do not fit: "
-                             f"num_kv_blocks={manager.num_blocks}, block_size={manager.block_size}, "
+                             f"num_kv_blocks={manager.num_blocks}, "
+                             f"block_size={manager.block_size}, "
                              f"kv_allocation={scheduler.config.kv_allocation!r}")
 
     def scheduled(self, batch: Batch) -> None:

@@ -1,18 +1,22 @@
 """Finds how much memory is left for the KV cache. The runner calls this unless num_kv_blocks is
 given.
 
-On a CPU it is at most a quarter of the free memory, or of what a container has left. On a GPU it is
+On a CPU it is at most a quarter of the free memory, or of what a container has left
+(`free_memory`). On a GPU it is
 measured, not guessed: the weights are loaded, all CUDA graphs are captured, and the largest step
 runs once. The KV cache gets the rest of `gpu_memory_utilization`.
 """
 
+import re
+from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 
 import psutil
 import torch
 
 from nanoengine.engine import Engine
-from nanoengine.features import asked_by, extension, is_installed
+from nanoengine.features import asked_by, is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
 from nanoengine.sampling_params import SamplingParams
@@ -28,9 +32,7 @@ def free_bytes(runner: ModelRunner, max_model_len: int) -> int:
     if runner.device == "cuda":
         return max(0, free_bytes_on_gpu(runner, max_model_len))
     config = runner.config
-    free = psutil.virtual_memory().available
-    if is_installed("running.containers"):
-        free = extension("running.containers").free_memory(free)
+    free = free_memory(psutil.virtual_memory().available)
     # no more than the sequences can use
     num_blocks = config.max_num_seqs * -(-max_model_len // config.block_size)
     return min(free // (4 * config.tensor_parallel_size), num_blocks * runner.block_bytes)
@@ -78,6 +80,49 @@ class AllWritten(Feature):
 
     def begin(self, engine: Engine) -> None:
         engine.runner.blocks.add_(0)
+
+
+# ------------------------------------------------------------------------------ of a container
+
+# Linux puts each process into control groups (cgroups), one inside the other. Each can have a
+# limit, which is how containers work. If a process takes more, the kernel kills it, without an
+# error. psutil only knows the host. The files are described in the kernel's
+# admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+
+# files of a cgroup, in versions 2 and 1: its limit, the memory that its processes use, and the part
+# of this that caches files, which the kernel takes back before it kills a process
+FILES = (("memory.max", "memory.current", "inactive_file"),
+         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+# the cgroups of a process, and where their files are: see proc_pid_cgroup(5), …_mountinfo(5)
+CGROUP = r"^\d+:(?:[^:]*,)?(memory|)(?:,[^:]*)?:(.*)"
+MOUNT = r"^\S+ \S+ \S+ (\S+) (\S+) .* - cgroup(2?) "
+
+
+def free_memory(host: int, root: Path = Path("/")) -> int:
+    """Returns the smallest of the host's free bytes and of what each cgroup has left.
+
+    root: where the file system begins; without Linux's files there, the result is `host`.
+    """
+    groups = dict(find(CGROUP, root / "proc/self/cgroup"))
+    for top, point, version in find(MOUNT, root / "proc/self/mountinfo"):
+        # a container may see only the cgroups below `top`
+        own = groups.get("" if version else "memory", top).removeprefix(top)
+        folder = root / point[1:] / own.strip("/")
+        # with the cgroups around it; the folders further out have no such files
+        for group in (folder, *folder.parents):
+            for limit, usage, cache in FILES:
+                for most in find(r"^\d+", group / limit):
+                    used = find(r"^\d+", group / usage)
+                    unneeded = find(rf"^{cache} (\d+)", group / "memory.stat")
+                    host = min(host, int(most) - sum(map(int, used)) + sum(map(int, unneeded)))
+    return max(0, host)
+
+
+def find(pattern: str, file: Path) -> list:
+    """Returns the matches of a pattern in one of the kernel's files; none if it cannot be read."""
+    with suppress(OSError):
+        return re.findall(pattern, file.read_text(errors="ignore"), re.MULTILINE)
+    return []
 
 
 PARTS = {"free_bytes": free_bytes}

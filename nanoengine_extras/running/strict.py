@@ -1,8 +1,8 @@
 """Strict checks of user input, and vLLM's shorthands: fills the slot "checks".
 
-The rules use pydantic. `Strict` checks the types of `EngineConfig`, `SamplingParams` and `BeamSearchParams`, and the
-arguments of each call. A broken rule is a ValueError that names the argument, the value and what is
-accepted.
+pydantic checks the types of `EngineConfig`, `SamplingParams` and `BeamSearchParams`: the declared
+ones, or those in RULES. A broken rule is a ValueError that names the argument, the value and what
+is accepted. The engine's own conditions come after it.
 """
 
 import math
@@ -18,92 +18,88 @@ from typing import Annotated, Any, Literal
 
 import psutil
 import torch
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, create_model
-from pydantic_core import ValidationError
+from pydantic import (
+    AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model)
 from torch import Tensor
 
 from nanoengine.errors import Checks, Condition, check, rejected
 from nanoengine.features import extension, is_installed
 from nanoengine.observers import Feature
+from nanoengine.policies import TABLES
 from nanoengine_extras import OBSERVERS
 
-STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 # ---------------------------------------------------------------------------------- types
 
-# vLLM's shorthands: a string means a list with this string, None an empty list; a tuple has an
-# order, as a list
-AS_LIST = BeforeValidator(
-    lambda v: [] if v is None else [v] if isinstance(v, str) else [*v] if type(v) is tuple else v)
-DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
-# NumPy's and PyTorch's numbers are accepted like Python's
-NUMPY = BeforeValidator(lambda v: v.item() if getattr(v, "ndim", None) == 0 else v)
-Int = Annotated[int, NUMPY]
-Float = Annotated[float, NUMPY, Field(allow_inf_nan=False)]
-# 0, or between 1e-18 and 1e18 in size: products and sums with a logit then fit into float32
-Moderate = Annotated[
-    Float, AfterValidator(lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
-Count = Annotated[Int, Field(ge=1)]
-Size = Annotated[Int, Field(ge=1, lt=2**31)]
-TokenId = Annotated[Int, Field(ge=0)]
-NumLogprobs = Annotated[Int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
-Folder = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)]
 
-# By the name of a field, which has one meaning in all classes. Others have their declared type.
+def plain(value: Any) -> Any:
+    """Returns Python's number for one of NumPy or PyTorch, the text of a path or of a dtype, and
+    other values as they are."""
+    if isinstance(value, (Path, torch.dtype)):
+        return str(value).removeprefix("torch.")
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def as_list(value: Any) -> Any:
+    """vLLM's shorthands: a string means a list with this string, None an empty list. A tuple has an
+    order, as a list."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else [*value] if type(value) is tuple else value
+
+
+AS_LIST = BeforeValidator(as_list)
+DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
+# 0, or between 1e-18 and 1e18 in size: products and sums with a logit then fit into float32
+Moderate = Annotated[float, BeforeValidator(plain), AfterValidator(
+    lambda v: v and math.copysign(min(max(abs(v), 1e-18), 1e18), v))]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+Amount = Annotated[float, Field(ge=0)]
+TokenId = Annotated[int, BeforeValidator(plain), Field(ge=0)]
+NumLogprobs = Annotated[int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
+
+# by the name of a field, which has one meaning in all classes
 RULES: dict[str, Any] = {
-    "n": Count,
+    "seed": int | None,
     "temperature": Annotated[Moderate, Field(ge=0)],
-    "top_k": Annotated[Int, Field(ge=-1, lt=2**31)],
-    "top_p": Annotated[Float, Field(gt=0, le=1)],
-    "min_p": Annotated[Float, Field(ge=0, le=1)],
-    "min_tokens": Int,
+    "top_k": Annotated[int, Field(ge=-1, lt=2**31)],
     "stop": Texts,
     # as in vLLM, tuples and sets are accepted where the order means nothing: strict=False
     "stop_token_ids": Annotated[list[TokenId], Field(strict=False), AS_LIST, DISTINCT],
-    **dict.fromkeys(("logprobs", "prompt_logprobs"), NumLogprobs | None),
-    "prompt_logprobs_start": Int,
-    "truncate_prompt_tokens": Annotated[Int, Field(ge=-1)] | None,
-    "presence_penalty": Annotated[Float, Field(ge=-2, le=2)],
-    "frequency_penalty": Annotated[Float, Field(ge=-2, le=2)],
+    "logprobs": NumLogprobs | None,
+    "prompt_logprobs": NumLogprobs | None,
+    "truncate_prompt_tokens": Annotated[int, Field(ge=-1)] | None,
+    "presence_penalty": Penalty,
+    "frequency_penalty": Penalty,
     "repetition_penalty": Annotated[Moderate, Field(gt=0)],
     "bad_words": Annotated[Texts, Field(strict=False)],
     "allowed_token_ids": Annotated[list[TokenId], Field(min_length=1, strict=False)] | None,
     # JSON has only texts as keys
     "logit_bias": dict[Annotated[TokenId, Field(strict=False)], Moderate] | None,
     "logits_processors": Annotated[list[Callable], AS_LIST],
-    "model": Folder,
-    "tokenizer": Folder | None,
-    "download_dir": Folder | None,
-    "dtype": Annotated[Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
-                       BeforeValidator(lambda dtype: str(dtype).removeprefix("torch."))],
+    "dtype": Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
     "device": Literal["auto", "cpu", "cuda"],
     "load_format": Literal["auto", "safetensors", "hf", "dummy"],
     "model_impl": Literal["auto", "native", "transformers"],
-    "max_model_len": Annotated[Annotated[Int, Field(ge=2)] | None,
+    "preemption_mode": Literal["recompute", "swap"],
+    "max_model_len": Annotated[Annotated[int, Field(ge=2)] | None,
                                BeforeValidator(lambda v: None if v == -1 else v)],
-    "max_num_seqs": Size | None,
-    "max_num_batched_tokens": Size | None,
-    "block_size": Size | None,
-    "num_kv_blocks": Size | None,
-    "gpu_memory_utilization": Annotated[Float, Field(gt=0, le=1)],
-    "cpu_offload_gb": Annotated[Float, Field(ge=0)],
+    **dict.fromkeys(
+        ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"), Size | None),
+    "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],
+    "cpu_offload_gb": Amount,
+    "swap_space": Amount,
     "tensor_parallel_size": Count,
     "run_ahead": bool | None,
     # these are checked where policies are found
-    **dict.fromkeys(("scheduling", "scheduling_policy", "preemption_victim", "kv_allocation",
-                     "speculation"), Any),
-    "preemption_mode": Literal["recompute", "swap"],
-    "swap_space": Annotated[Float, Field(ge=0)],
+    **dict.fromkeys((*TABLES, "speculation", "kv_allocation"), Any),
     "beam_width": Count,
+    "BeamSearchParams.max_tokens": Count,
     "length_penalty": Annotated[Moderate, Field(ge=-40, le=40)]}
-# fields whose rules differ between the classes
-OWN_RULES: dict[str, Any] = {
-    "SamplingParams": {
-        "max_tokens": Count | None,
-        "seed": Annotated[Int | None, AfterValidator(lambda v: None if v == -1 else v)]},
-    "EngineConfig": {"seed": Annotated[Int, BeforeValidator(lambda v: 0 if v is None else v)]},
-    "BeamSearchParams": {"max_tokens": Count}}
 
 # conditions on several options
 CONDITIONS: dict[str, list[Condition]] = {
@@ -130,11 +126,12 @@ def names_of(kind: Any) -> frozenset[str]:
 
 
 @cache
-def rules_of(kind: Any) -> Any:
-    """Returns the validator of a dataclass."""
-    rules = RULES | OWN_RULES.get(kind.__name__, {})
-    checked: Any = {each.name: (rules.get(each.name, each.type), ...) for each in fields(kind)}
-    return create_model(kind.__name__, __config__=STRICT, **checked).__pydantic_validator__
+def rules_of(kind: Any) -> type[BaseModel]:
+    """Returns the rules for the fields of a dataclass."""
+    rules = {each.name: RULES.get(f"{kind.__name__}.{each.name}", RULES.get(each.name, each.type))
+             for each in fields(kind)}
+    checked: Any = {name: (rule, ...) for name, rule in rules.items()}
+    return create_model(kind.__name__, __config__=STRICT, **checked)
 
 
 # --------------------------------------------------------------------------------- the checks
@@ -154,16 +151,16 @@ class Strict(Checks):
             raise ValueError("; ".join(f"{name} is missing" for name in missing))
 
     def values(self, options: Any) -> None:
-        given = {each.name: getattr(options, each.name) for each in fields(options)}
+        given = {each.name: plain(getattr(options, each.name)) for each in fields(options)}
         try:
-            values = rules_of(options.__class__).validate_python(given)
+            found = rules_of(options.__class__).model_validate(given)
         except ValidationError as error:
             raise ValueError("; ".join(explain(each) for each in error.errors())) from None
-        vars(options).update({name: getattr(values, name) for name in given})
+        vars(options).update(vars(found))
         check(options, CONDITIONS.get(type(options).__name__, []))
 
     def assigned(self, options: Any, name: str, value: Any) -> Any:
-        known = names_of(type(options))
+        known = names_of(options.__class__)
         # during __init__ some fields are missing
         if vars(options).keys() >= known:
             if name not in known:
@@ -205,9 +202,9 @@ class Strict(Checks):
         most = psutil.virtual_memory().total
         if device == "cuda":
             most = torch.cuda.mem_get_info()[1]
-        elif is_installed("running.containers"):
+        elif is_installed("running.memory"):
             # where the kernel would kill the process without an error
-            most = extension("running.containers").free_memory(most)
+            most = extension("running.memory").free_memory(most)
         if num_bytes > most:
             raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", "smaller: device "
                            f"{device!r} has {most / 2**30:.2f} GiB of memory")

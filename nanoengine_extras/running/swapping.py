@@ -28,8 +28,8 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     what its container has left.
     """
     left = psutil.virtual_memory().total
-    if is_installed("running.containers"):
-        left = extension("running.containers").free_memory(left)
+    if is_installed("running.memory"):
+        left = extension("running.memory").free_memory(left)
     left //= config.tensor_parallel_size
     num_bytes = config.swap_space * 2**30
     if num_bytes > left:

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from nanoengine.errors import Condition, rejected
+from nanoengine.features import part
 from nanoengine.observers import Feature
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
 from nanoengine.sampler import max_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import send
+
+# without texts.py, tokens have no text
+texts_of_tokens = part("texts_of_tokens", None, lambda token_ids, *others: [None] * len(token_ids))
 
 CONDITIONS: list[Condition] = [
     ("prompt_logprobs_start", lambda p: p.prompt_logprobs_start >= 0, "at least 0")]
@@ -60,58 +64,11 @@ class RowLogprobs:
 
         tokenizer: from the library `tokenizers`; without one, tokens have no text.
         """
+        entries = [(int(token_id), *others) for token_id, *others in self.entries.tolist()]
         before = self.token_ids[max(self.start, self.position - 12):self.position]
-        # only once
-        before = begun_in(before, tokenizer) if tokenizer else []
-        return {int(token_id): Logprob(
-                    logprob, int(rank), tokenizer and text_of(tokenizer, int(token_id), before))
-                for token_id, logprob, rank in self.entries.tolist()}
-
-
-# U+FFFD in a vocabulary: as itself, in the letters of ByteLevel, in the bytes of ByteFallback
-REPLACEMENT = ("\ufffd", "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
-
-
-def text_of(tokenizer: Any, token_id: int, before: list[int]) -> str:
-    """Returns the text of a single token, as vLLM does: with the space that it begins with.
-
-    If several tokens spell one character, the last of them has the character as its text, and the
-    others have no text. So the texts of all tokens, joined, are the whole text.
-
-    before: the tokens before it, or only the last of them, which have no text yet.
-    """
-    begun = begun_in(before, tokenizer)
-    text = tokenizer.decode([*begun, token_id], skip_special_tokens=False)
-    if is_half(text, [*begun, token_id], tokenizer):
-        return ""
-    if begun:
-        return text
-    # what it adds after itself: some decoders strip spaces at the start of a text
-    return tokenizer.decode([token_id] * 2, skip_special_tokens=False)[len(text):]
-
-
-def begun_in(token_ids: list[int], tokenizer: Any) -> list[int]:
-    """Returns the last of these tokens, if they have no text yet because they end within a
-    character."""
-    end = len(token_ids)
-    # a character has at most four bytes
-    while end and all(
-            is_half(tokenizer.decode(part, skip_special_tokens=False), part, tokenizer)
-            for part in (token_ids[start:end] for start in range(end - 1, max(end - 5, -1), -1))):
-        end -= 1
-    return token_ids[end:]
-
-
-def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
-    """Returns whether the text of some tokens ends within a character.
-
-    A decoder writes U+FFFD for an incomplete character. A model can also write U+FFFD itself: then
-    the names of its tokens spell it.
-    """
-    if not text.endswith("\ufffd"):
-        return False
-    names = "".join(tokenizer.id_to_token(token) or "" for token in token_ids[-3:])
-    return not names.endswith(REPLACEMENT)
+        texts = texts_of_tokens([token_id for token_id, *_ in entries], before, tokenizer)
+        return {token_id: Logprob(logprob, int(rank), text)
+                for (token_id, logprob, rank), text in zip(entries, texts)}
 
 
 class Logprobs(Feature):

@@ -93,10 +93,10 @@ class PromptLookup:
     """Looks for the last tokens of a sequence, at most eight, in all texts so far, and guesses that
     it continues as the newest of these texts did (prompt lookup decoding: Saxena, 2023). These are
     the texts of all sequences, including its own and those that have ended. Each token is indexed
-    once, when its sequence is looked at.
+    once, when its sequence is looked at; a sequence keeps how many of its tokens are.
+
 
     seen: for a few tokens, the text with them and the place after them; only the newest entries.
-    indexed: how many tokens of a sequence are indexed.
     kind: how many tokens the last guess was found with; with more tokens, it is more often right.
     """
 
@@ -104,17 +104,13 @@ class PromptLookup:
 
     def __init__(self) -> None:
         self.seen: OrderedDict[tuple[int, ...], tuple[list[int], int]] = OrderedDict()
-        self.indexed: dict[Sequence, int] = {}
 
     def __call__(self, seq: Sequence) -> Any:
         text = seq.token_ids
-        # most of them have ended; the others are indexed again
-        if len(self.indexed) > 2000:
-            self.indexed.clear()
-        for place in range(self.indexed.get(seq, 1), len(text)):
+        for place in range(seq.kept.get("num_indexed", 1), len(text)):
             for size in self.SIZES:
                 self.seen[tuple(text[max(0, place - size):place])] = text, place
-        self.indexed[seq] = len(text)
+        seq.kept["num_indexed"] = len(text)
         while len(self.seen) > 2**17:
             self.seen.popitem(last=False)
         ends = [tuple(text[-size:]) for size in self.SIZES]
@@ -150,10 +146,13 @@ class SpeculatingEngine(Engine):
     """Launches its steps with guesses.
 
     guess: the policy. Its attribute `kind`, if it has one, says how the last guess was found.
-    stock: the tokens of each sequence that are drawn, but have not joined it yet.
-    odds: how often recent guesses of a sequence were right, by their kind: the policy's, or
-        "forced" by a grammar.
-    all_odds: the same for the guesses of all sequences; a new sequence begins with them.
+    all_odds: how often recent guesses of all sequences were right, by their kind: the policy's, or
+        "forced" by a grammar. A new sequence begins with them.
+
+    For each sequence it keeps:
+
+    stock: the number of a launch, and the tokens that it drew, but that have not joined yet.
+    odds: how often recent guesses of the sequence were right, by their kind.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, features: Features) -> None:
@@ -162,8 +161,7 @@ class SpeculatingEngine(Engine):
         self.clock = time.monotonic
         self.most_rows = len(runner.last_sampled)
         self.vocabulary = range(runner.model_config.vocab_size)
-        self.stock: Guesses = {}
-        self.odds: dict[Sequence, dict[str, float]] = {}
+        self.num_launches = 0
         self.all_odds: dict[str, float] = {}
         self.costs = StepCosts()
         self.counts = Counter[str]()
@@ -172,12 +170,17 @@ class SpeculatingEngine(Engine):
     def step(self) -> list[Sequence]:
         """A step of tokens that are already drawn, if there are any; else as in `Engine`."""
         self.check_open()
-        seqs = [seq for seq in self.scheduler.running if self.stock.get(seq)]
+        seqs = [seq for seq in self.scheduler.running if self.stock_of(seq)]
         if not seqs:
             return super().step()
         batch = self.scheduler.build(seqs, admit=False)
-        tokens = [self.stock[seq].pop(0) for seq in batch.sequences]
+        tokens = [self.stock_of(seq).pop(0) for seq in batch.sequences]
         return self._collect(Launched(batch, torch.tensor(tokens, device="cpu"), self.clock()))
+
+    def stock_of(self, seq: Sequence) -> list[int]:
+        """Returns the tokens of the last launch that have not joined a sequence yet."""
+        number, tokens = seq.kept.get("stock", (0, []))
+        return tokens if number == self.num_launches else []
 
     def launch(self, batch: Batch) -> Launched:
         """Runs a step with guesses, and keeps the tokens that are drawn after right guesses.
@@ -185,7 +188,7 @@ class SpeculatingEngine(Engine):
         1. The policy guesses, and the guesses that are worth it are computed.
         2. Guesses are compared with the tokens that were drawn in their places.
         """
-        self.stock.clear()
+        self.num_launches += 1
         # a step with a prompt is limited by computation, not by memory: guesses would slow it down
         if max(batch.num_tokens) > 1:
             return super().launch(batch)
@@ -214,7 +217,8 @@ class SpeculatingEngine(Engine):
             num_right = [*are_right, False].index(False)
             self.counts["right_guesses"] += min(num_right, len(drawn) - 1)
             # NaN after a guess need not be caused by that guess; the next step will show
-            self.stock[seq] = [token for token in drawn[1:num_right + 1] if token >= 0]
+            gained = [token for token in drawn[1:num_right + 1] if token >= 0]
+            seq.kept["stock"] = self.num_launches, gained
             for is_right in are_right[:num_right + 1]:
                 odds[kind] += WEIGHT * (is_right - odds[kind])
                 self.all_odds[kind] += WEIGHT * (is_right - self.all_odds[kind])
@@ -231,7 +235,6 @@ class SpeculatingEngine(Engine):
         guess is made, except in every eighth step. An error of the policy becomes the
         sequence's.
         """
-        self.odds = {row.seq: self.odds.get(row.seq, {}) for row in batch.sampled}
         asked: dict[Sequence, Any] = {}
         vocabulary = self.vocabulary
         for _, seq, position in batch.sampled:
@@ -244,7 +247,7 @@ class SpeculatingEngine(Engine):
             is_beam = seq.needs_tokens and not (grammar or seq.params.bad_words)
             is_alone = is_beam or not all(
                 map(gives_copies, map(self.features.get, seq.edits)))
-            odds = self.odds[seq]
+            odds = seq.kept.setdefault("odds", {})
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own
             if most < 1 or is_alone or len(odds) == len(hopeless) > bool(grammar):

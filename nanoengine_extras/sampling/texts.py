@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from nanoengine.errors import Condition, logger
+from nanoengine.errors import Condition, logger, rejected
 from nanoengine.observers import Feature, Launched
 from nanoengine.requests import InputProcessor, RequestOutput
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
 CONDITIONS: list[Condition] = [
@@ -61,7 +62,6 @@ class Text:
     def __init__(self, seq: Sequence, tokenizer: Any) -> None:
         self.text = ""
         self.tokenizer = tokenizer.backend_tokenizer
-        self.name_of = self.tokenizer.id_to_token
         self.skip_special = seq.params.skip_special_tokens
         self.unseen = special_tokens(self.tokenizer) if self.skip_special else frozenset()
         # the tokens that come before the next ones, and are decoded together with them
@@ -102,11 +102,11 @@ class Text:
         if len(self.undecoded) > 8:
             tail = self.tokenizer.decode(self.undecoded[-8:], skip)
             # an empty text: the tokenizer knows none of them
-            if not tail or self._is_half(tail[3:]):
+            if not tail or is_half(tail[3:], self.undecoded, self.tokenizer):
                 return ""
         before = self.tokenizer.decode(self.context, skip)
         piece = self.tokenizer.decode(self.context + self.undecoded, skip)[len(before):]
-        if self._is_half(piece):
+        if is_half(piece, self.undecoded, self.tokenizer):
             return ""
         if piece:
             self.context = self.undecoded
@@ -116,17 +116,6 @@ class Text:
         self.undecoded = []
         return piece
 
-    def _is_half(self, text: str) -> bool:
-        """Returns whether the text of the newest tokens ends in the middle of a character.
-
-        A decoder writes U+FFFD for an incomplete character. A model can also write U+FFFD itself:
-        then the names of its tokens spell it.
-        """
-        if not text.endswith("\ufffd"):
-            return False
-        names = "".join(self.name_of(token) or "" for token in self.undecoded[-3:])
-        return not names.endswith(REPLACEMENT)
-
     def _last_seen(self, token_ids: list[int]) -> list[int]:
         """Returns the last six tokens that the decoder sees, or a few more, so that they do not
         begin within a character of ByteFallback. The decoder can leave out special tokens."""
@@ -134,7 +123,7 @@ class Text:
         last = []
         for token in seen:
             last.append(token)
-            goes_on = "<0x80>" <= (self.name_of(token) or "") <= "<0xBF>"
+            goes_on = "<0x80>" <= (self.tokenizer.id_to_token(token) or "") <= "<0xBF>"
             if len(last) == 9 or (len(last) >= 6 and not goes_on):
                 break
         return last[::-1]
@@ -144,6 +133,18 @@ class Text:
         if seq.finish_reason or seq.params.include_stop_str_in_output:
             return self.text
         return self.text[:max(0, len(self.text) - self.num_held_back)]
+
+
+def is_half(text: str, token_ids: list[int], tokenizer: Any) -> bool:
+    """Returns whether the text of some tokens ends within a character.
+
+    A decoder writes U+FFFD for an incomplete character. A model can also write U+FFFD itself: then
+    the names of its tokens spell it.
+    """
+    if not text.endswith("\ufffd"):
+        return False
+    names = "".join(tokenizer.id_to_token(token) or "" for token in token_ids[-3:])
+    return not names.endswith(REPLACEMENT)
 
 
 @lru_cache(maxsize=1)
@@ -187,5 +188,62 @@ def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str |
     return find
 
 
+# ------------------------------------------------------------------- texts of single tokens
+
+
+def texts_of_tokens(token_ids: list[int], before: list[int], tokenizer: Any) -> list[str | None]:
+    """Returns the texts of single tokens, as vLLM does: with the space that each begins with.
+
+    If several tokens spell one character, the last of them has the character as its text, and the
+    others have no text. So the texts of all tokens of a sequence, joined, are its whole text.
+
+    before: the tokens before each of them; at least the last eight.
+    tokenizer: without one, the texts are None.
+    """
+    if not tokenizer:
+        return [None] * len(token_ids)
+    begun = begun_in(before, tokenizer)
+    return [text_after(begun, token_id, tokenizer) for token_id in token_ids]
+
+
+def text_after(begun: list[int], token_id: int, tokenizer: Any) -> str:
+    """Returns the text of a token after the result of `begun_in`."""
+    text = tokenizer.decode([*begun, token_id], skip_special_tokens=False)
+    if is_half(text, [*begun, token_id], tokenizer):
+        return ""
+    if begun:
+        return text
+    # what it adds after itself: some decoders strip spaces at the start of a text
+    return tokenizer.decode([token_id] * 2, skip_special_tokens=False)[len(text):]
+
+
+def begun_in(token_ids: list[int], tokenizer: Any) -> list[int]:
+    """Returns the last of these tokens, if they have no text yet because they end within a
+    character."""
+    end = len(token_ids)
+    # a character has at most four bytes
+    while end and all(
+            is_half(tokenizer.decode(part, skip_special_tokens=False), part, tokenizer)
+            for part in (token_ids[start:end] for start in range(end - 1, max(end - 5, -1), -1))):
+        end -= 1
+    return token_ids[end:]
+
+
+# ------------------------------------------------------------------------- truncated prompts
+
+
+def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """Returns the last tokens of a prompt: as many as are asked for; for -1, as many as leave room
+    for `max_tokens`. Raises ValueError if there is no such room."""
+    kept = params.truncate_prompt_tokens
+    assert kept is not None
+    if kept < 0:
+        kept = max_model_len - (params.max_tokens or 1)
+    if kept < 1:
+        raise rejected("truncate_prompt_tokens", params.truncate_prompt_tokens, "at least 1, or -1 "
+                       f"with max_tokens below max_model_len={max_model_len}")
+    return token_ids[-kept:]
+
+
 # `Texts.output` fills in the texts
-PARTS = {"text_of": lambda seq: ""}
+PARTS = {"text_of": lambda seq: "", "texts_of_tokens": texts_of_tokens, "truncate": truncated}

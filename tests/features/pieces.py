@@ -3,6 +3,8 @@
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nanoengine_extras.sampling.texts import texts_of_tokens
+
 # of tokenizers
 KINDS = ["Metaspace", "stripped", "whole"]
 PIECES = ["▁", "▁▁", "▁cat", "cat", "▁.", ".", "日", "▁日", "\n", "▁<b>", "a▁b"]
@@ -26,3 +28,7 @@ def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
             decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def text_of(tokenizer: Tokenizer, token_id: int, before: list[int]) -> str | None:
+    return texts_of_tokens([token_id], before, tokenizer)[0]

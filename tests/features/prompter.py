@@ -140,7 +140,7 @@ def write(llm: LLM, task: dict[str, Any]) -> tuple[float, int]:
     """Returns the seconds and the steps that a text takes, without its prompt."""
     engine: Any = llm.engine
     # the seconds of steps stay known, but no text and no odds
-    engine.guess, engine.odds, engine.all_odds = PromptLookup(), {}, {}
+    engine.guess, engine.all_odds = PromptLookup(), {}
     found = []
     for length in (1, len(task["text"])):
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)

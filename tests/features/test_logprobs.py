@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import generate, random_prompts, token_ids
 from safetensors.torch import load_file, save_file
-from pieces import KINDS, PIECES, sentencepiece
+from pieces import KINDS, PIECES, sentencepiece, text_of
 from test_sampler import logprobs, make, sample
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
-from nanoengine_extras.sampling.logprobs import RowLogprobs, text_of
+from nanoengine_extras.sampling.logprobs import RowLogprobs
 
 
 @pytest.mark.parametrize("kind", KINDS)

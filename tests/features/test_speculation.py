@@ -1,5 +1,6 @@
 """Speculation: the tokens are those without it, whatever is guessed, and it does not cost much."""
 
+import gc
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ import pytest
 import test_scheduler
 import torch
 from conftest import check_idle, random_prompts
+from llguidance import LLParserLimits
 from safetensors.torch import load_file, save_file
 from test_random_requests import make_options, make_params, make_prompt, parts_of
 from test_scheduler import expected_output, is_beam, make_sequence, run_workload
@@ -29,7 +31,7 @@ from nanoengine.sequence import Sequence
 from nanoengine_extras import ALWAYS
 from nanoengine_extras.sampling import speculation
 from nanoengine_extras.sampling.speculation import PromptLookup, StepCosts
-from nanoengine_extras.sampling.structured_outputs.grammar import Grammar, LLParserLimits
+from nanoengine_extras.sampling.structured_outputs.grammar import Grammar
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -645,9 +647,19 @@ def test_prompt_lookup_also_looks_in_other_texts_and_forgets_the_oldest():
     for _ in range(50):
         first_guesses(lookup, make_sequence(rng.choices(range(10, 10**6), k=1000), 9))
     assert len(lookup.seen) == 2**17 and (6, 7) not in lookup.seen
-    for _ in range(2100):
-        first_guesses(lookup, make_sequence([1, 2], 9))
-    assert len(lookup.indexed) < 2002
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"structured_outputs": {"regex": "[ab]+"}}])
+def test_nothing_keeps_an_ended_sequence(small_llm, more):
+    def num_alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, Sequence) for each in gc.get_objects())
+
+    speculate(small_llm, "prompt-lookup", itertools.count().__next__)
+    before = num_alive()
+    params = SamplingParams(max_tokens=8, ignore_eos=True, **more)
+    small_llm.generate([[7, 8, 9] * 5] * 9, params, use_tqdm=False)
+    assert small_llm.metrics()["guessed_tokens"] and num_alive() <= before
 
 
 def test_real_texts(tmp_path):

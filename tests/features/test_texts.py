@@ -6,14 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import check_idle
+from conftest import generate as run
+from pieces import text_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.observers import Features
 from nanoengine.requests import Request
 from nanoengine.sequence import Sequence
-from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs, text_of
+from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs
 from nanoengine_extras.sampling.texts import Text, Texts, stop_finder
 
 
@@ -30,7 +33,7 @@ class Completion(Text):
         return super().update(self.seq)
 
     def output(self):
-        return Request(None, [self.seq], None, 0, {"texts": Texts()}).output().outputs[0]
+        return Request(None, [self.seq], features=Features(own=[Texts()])).output().outputs[0]
 
 
 @pytest.mark.parametrize("options, params, count", [
@@ -54,18 +57,29 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params):
-    """Feeds tokens one by one, as the engine does.
+def begun(tokenizer, prompt_ids: list[int], **params) -> Completion:
+    seq = Sequence("0", [*prompt_ids], len(prompt_ids), 10_000, SamplingParams(**params))
+    return Completion(seq, tokenizer)
 
-    Returns the texts as they were streamed, the last output, and the stop string.
-    """
+
+def feed(completion: Completion, ids: list[int]) -> list[str]:
+    """Adds tokens one by one, as the engine does; returns the texts after each."""
+    texts = []
+    for token_id in ids:
+        completion.seq.token_ids.append(token_id)
+        completion.update()
+        texts.append(completion.text)
+    return texts
+
+
+def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params):
+    """Returns the texts of a whole completion as they were streamed, the last output, and the stop
+    string."""
     ids = text_or_ids
     if isinstance(text_or_ids, str):
         ids = tokenizer.encode(text_or_ids)
-    prompt_ids = tokenizer.encode(prompt)
-    seq = Sequence("0", prompt_ids, len(prompt_ids), 10_000, SamplingParams(**params))
-    completion = Completion(seq, tokenizer)
-    texts, stop = [], None
+    completion = begun(tokenizer, tokenizer.encode(prompt), **params)
+    seq, texts, stop = completion.seq, [], None
     for number, token_id in enumerate(ids, start=1):
         seq.token_ids.append(token_id)
         if number == len(ids):
@@ -90,12 +104,8 @@ def test_no_half_characters(byte_tokenizer):
 
 
 def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_text(byte_tokenizer):
-    ids = byte_tokenizer.encode("🦊")
-    seq = Sequence("0", ids[:2], 2, 100, SamplingParams())
-    completion = Completion(seq, byte_tokenizer)
-    for token_id in byte_tokenizer.encode("abc"):
-        seq.token_ids.append(token_id)
-        completion.update()
+    completion = begun(byte_tokenizer, byte_tokenizer.encode("🦊")[:2])
+    feed(completion, byte_tokenizer.encode("abc"))
     assert completion.output().text == "abc"
 
 
@@ -155,13 +165,7 @@ def test_many_tokens_in_the_middle_of_a_character(byte_tokenizer, fallback_token
             weights[rng.randrange(6)] = 20
             ids = sum(rng.choices(parts, weights, k=rng.randint(1, 60)), []) + letters
             prompt_ids = rng.choices(range(256), k=3)
-            seq = Sequence("0", [*prompt_ids], 3, 10_000, SamplingParams())
-            completion = Completion(seq, tokenizer)
-            texts = []
-            for token_id in ids:
-                seq.token_ids.append(token_id)
-                completion.update()
-                texts.append(completion.text)
+            texts = feed(begun(tokenizer, prompt_ids), ids)
             bytes_of = {token_id: byte for byte, token_id in ids_of.items()}
             bytes_of |= dict(zip(letters, b"ab"))
             assert texts == decoded_whole(tokenizer, prompt_ids, ids, bytes_of)
@@ -261,44 +265,7 @@ def test_a_prompt_of_byte_fallback_tokens(fallback_tokenizer):
     ids = [byte + 3 for byte in "日本🦊é".encode()]
     for length in range(1, len("日本🦊é") + 1):
         prompt = [byte + 3 for byte in "日本🦊é"[:length].encode()]
-        seq = Sequence("0", [*prompt], len(prompt), 10_000, SamplingParams())
-        completion = Completion(seq, fallback_tokenizer)
-        for token_id in ids:
-            seq.token_ids.append(token_id)
-            completion.update()
-        assert completion.text == "日本🦊é"
-
-
-def test_a_character_that_never_ends_takes_no_more_time_with_each_token(byte_tokenizer):
-    seq = Sequence("0", byte_tokenizer.encode("a"), 1, 10_000, SamplingParams())
-    completion = Completion(seq, byte_tokenizer)
-    decode, lengths = completion.tokenizer.decode, []
-    completion.tokenizer = SimpleNamespace(
-        decode=lambda ids, skip: lengths.append(len(ids)) or decode(ids, skip))
-    half, = byte_tokenizer.convert_tokens_to_ids([bytes_to_unicode()[0xE6]])
-    for _ in range(500):
-        seq.token_ids.append(half)
-        completion.update()
-    assert completion.output().text == "" and max(lengths) < 16 and len(lengths) < 520
-    seq.token_ids += byte_tokenizer.encode("b")
-    completion.update()
-    assert completion.output().text == "\ufffd" * 500 + "b"
-
-
-def test_special_tokens_within_a_character_take_no_more_time_with_each_token(byte_tokenizer):
-    seq = Sequence("0", byte_tokenizer.encode("a"), 1, 10_000, SamplingParams())
-    completion = Completion(seq, byte_tokenizer)
-    decode, lengths = completion.tokenizer.decode, []
-    completion.tokenizer = SimpleNamespace(
-        decode=lambda ids, skip: lengths.append(len(ids)) or decode(ids, skip))
-    first, second = byte_tokenizer.encode("é")
-    for token_id in [first, *[byte_tokenizer.eos_token_id] * 500]:
-        seq.token_ids.append(token_id)
-        completion.update()
-    assert completion.text == "" and max(lengths) < 16 and len(lengths) < 520
-    seq.token_ids.append(second)
-    completion.update()
-    assert completion.text == "é"
+        assert feed(begun(fallback_tokenizer, prompt), ids)[-1] == "日本🦊é"
 
 
 # ---------------------------------------------------------- spaces at the beginning of a text
@@ -342,47 +309,47 @@ def test_spaces_after_special_tokens(name, skip):
         if rng.random() < 0.5:
             # spaces only, with special tokens between
             ids[:8] = rng.choices([256, *special], k=8)
-        seq = Sequence("0", [*prompt_ids], len(prompt_ids), 100,
-                       SamplingParams(skip_special_tokens=skip))
-        completion = Completion(seq, tokenizer)
         decode = tokenizer.backend_tokenizer.decode
-        for number, token_id in enumerate(ids, start=1):
-            seq.token_ids.append(token_id)
-            completion.update()
+        completion = begun(tokenizer, prompt_ids, skip_special_tokens=skip)
+        for number, text in enumerate(feed(completion, ids), start=1):
             whole = decode(prompt_ids + ids[:number], skip)
-            assert completion.text == whole[len(decode(prompt_ids, skip)):], (prompt_ids, ids)
+            assert text == whole[len(decode(prompt_ids, skip)):], (prompt_ids, ids)
 
 
 def test_a_stop_string_begins_with_a_space_after_special_tokens():
     tokenizer = spaced_tokenizer(DECODERS["one space is cut"])
     cat, dog = (256 + WORDS.index(word) for word in ("▁cat", "dog"))
     prompt_ids = [cat, *tokenizer.all_special_ids * 3]
-    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=[" catd"]))
-    completion = Completion(seq, tokenizer)
-    for token_id in (dog, cat):
-        seq.token_ids.append(token_id)
-        assert completion.update() is None
-    seq.token_ids.append(dog)
-    assert completion.update() == " catd" and completion.text == "dog"
-    seq = Sequence("0", prompt_ids[:], len(prompt_ids), 100, SamplingParams(stop=[" cat"]))
-    completion = Completion(seq, tokenizer)
-    seq.token_ids.append(cat)
-    assert completion.update() == " cat" and completion.text == ""
+    for stop, ids, text in ((" catd", [dog, cat, dog], "dog"), (" cat", [cat], "")):
+        completion = begun(tokenizer, prompt_ids, stop=[stop])
+        for token_id in ids[:-1]:
+            completion.seq.token_ids.append(token_id)
+            assert completion.update() is None
+        completion.seq.token_ids.append(ids[-1])
+        assert completion.update() == stop and completion.text == text
 
 
-def test_special_tokens_without_end_take_no_more_time_with_each_token():
-    tokenizer = spaced_tokenizer(DECODERS["one space is cut"])
-    prompt_ids = tokenizer.all_special_ids * 100
-    seq = Sequence("0", prompt_ids, len(prompt_ids), 10_000, SamplingParams())
-    completion = Completion(seq, tokenizer)
+@pytest.mark.parametrize("kind, ids, text, more, whole", [
+    # a character that never ends
+    ("bytes", ["æ"] * 500, "", ["b"], "\ufffd" * 500 + "b"),
+    # special tokens within a character
+    ("bytes", ["Ã", *["<eos>"] * 500], "", ["©"], "é"),
+    # special tokens without end; of two spaces the first is cut
+    ("spaced", ["▁", *["<s>", "</s>", "<pad>"] * 100], "", ["▁"], " ")])
+def test_what_goes_on_and_on_takes_no_more_time_with_each_token(
+        byte_tokenizer, kind, ids, text, more, whole):
+    tokenizer, prompt = byte_tokenizer, ["a"]
+    if kind == "spaced":
+        tokenizer = spaced_tokenizer(DECODERS["one space is cut"])
+        prompt = tokenizer.all_special_tokens * 100
+    completion = begun(tokenizer, tokenizer.convert_tokens_to_ids(prompt))
     decode, lengths = completion.tokenizer.decode, []
     completion.tokenizer = SimpleNamespace(
-        decode=lambda ids, skip: lengths.append(len(ids)) or decode(ids, skip))
-    for token_id in [256, *tokenizer.all_special_ids * 100, 256]:
-        seq.token_ids.append(token_id)
-        completion.update()
-    assert max(lengths) < 16 and sum(lengths) < 20 * 302
-    assert completion.text == " ", "of two spaces the first is cut"
+        decode=lambda ids, skip: lengths.append(len(ids)) or decode(ids, skip),
+        id_to_token=completion.tokenizer.id_to_token)
+    assert feed(completion, tokenizer.convert_tokens_to_ids(ids))[-1] == text
+    assert max(lengths) < 16 and len(lengths) < 520 and sum(lengths) < 20 * len(ids)
+    assert feed(completion, tokenizer.convert_tokens_to_ids(more))[-1] == whole
 
 
 @pytest.mark.parametrize("stop, expected, reason", [
@@ -486,7 +453,7 @@ def test_log_probabilities_get_their_text(byte_tokenizer):
     feature = Logprobs()
     feature.enter([seq], SimpleNamespace(tokenizer=byte_tokenizer))
     seq.kept["logprobs"] = {}
-    request = Request(None, [seq], None, 0, {"logprobs": feature})
+    request = Request(None, [seq], features=Features(own=[feature]))
 
     def output():
         return request.output().outputs[0]
@@ -507,7 +474,8 @@ def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
     prompt = byte_tokenizer.encode("the prompt")
     seq = Sequence("7", prompt[:], len(prompt), 100, SamplingParams(n=2))
     seqs = [seq, seq.fork(index=1)]
-    request = Request("the prompt", seqs, byte_tokenizer)
+    request = Request("the prompt", seqs, text_of=lambda seq: byte_tokenizer.decode(
+        seq.token_ids[len(prompt):]))
     for each, text in zip(seqs, ("ab", "c")):
         for token_id in byte_tokenizer.encode(text):
             assert not request.is_finished and not request.output().finished
@@ -521,16 +489,73 @@ def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
 
 
 def test_stop_strings_end_the_generation(llm):
-    def run(**params):
+    def complete(**params):
         params = SamplingParams(temperature=0, max_tokens=60, **params)
-        (output,) = llm.generate("Once upon a time", params, use_tqdm=False)
+        (output,) = run(llm, "Once upon a time", params)
         check_idle(llm)
         return output.outputs[0]
 
-    full = run().text
+    full = complete().text
     stop = full[20:26]
-    cut = run(stop=[stop, "never in there"])
+    cut = complete(stop=[stop, "never in there"])
     assert cut.text == full[:full.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert run(stop=[stop], include_stop_str_in_output=True).text == cut.text + stop
+    assert complete(stop=[stop], include_stop_str_in_output=True).text == cut.text + stop
     assert len(cut.token_ids) < 60
+
+
+# ------------------------------------------------------------------------- truncated prompts
+
+
+def test_a_prompt_is_truncated_to_its_last_tokens(llm):
+    """In every form, and however long it was."""
+    text = "Once upon a time there was a fox. " * 400
+    ids = llm.get_tokenizer().encode(text)
+    most = llm.inputs.max_model_len
+    assert len(ids) > most
+    for given, options, count in ((5, {}, 5), (most - 1, {}, most - 1), (-1, {}, most - 3),
+                                  (-1, dict(max_tokens=None), most - 1),
+                                  (-1, dict(max_tokens=most - 1), 1)):
+        params = SamplingParams(**dict(max_tokens=3) | options, temperature=0,
+                                truncate_prompt_tokens=given, logit_bias={0: 1e9})
+        outputs = run(llm, [text, ids, {"prompt": text, "prompt_token_ids": ids}], params)
+        assert [output.prompt_token_ids for output in outputs] == [ids[-count:]] * 3
+        assert [output.prompt for output in outputs] == [text, None, text]
+    # a shorter prompt is left as it is
+    for given in (7, 99, most, 9999, -1):
+        params = SamplingParams(max_tokens=3, truncate_prompt_tokens=given)
+        assert run(llm, ids[:7], params)[0].prompt_token_ids == ids[:7]
+    # each prompt has its own
+    params = [SamplingParams(truncate_prompt_tokens=given) for given in (None, 2, 3)]
+    outputs = run(llm, [ids[:9]] * 3, params)
+    assert [len(output.prompt_token_ids) for output in outputs] == [9, 2, 3]
+
+
+def test_a_chat_is_truncated(llm, caplog):
+    render = pytest.importorskip("nanoengine_extras.tools.chat").render
+    chat = [{"role": "user", "content": "47 + 85 =" * 900}]
+    params = SamplingParams(temperature=0, max_tokens=3, truncate_prompt_tokens=-1)
+    ids = render(llm.inputs, chat)[0]["prompt_token_ids"]
+    with pytest.raises(ValueError, match="max_model_len"):
+        llm.chat(chat, SamplingParams(max_tokens=3), use_tqdm=False)
+    (output,) = llm.chat(chat, params, use_tqdm=False)
+    assert output.prompt_token_ids == ids[3 - llm.inputs.max_model_len:]
+    *_, last = llm.stream_chat(chat, params)
+    assert last.prompt_token_ids == output.prompt_token_ids and last.outputs == output.outputs
+    assert "indexing errors" not in caplog.text
+
+
+@pytest.mark.needs("running.strict")
+def test_truncation_that_leaves_nothing(llm):
+    most = llm.inputs.max_model_len
+    for options in (dict(truncate_prompt_tokens=0),
+                    dict(truncate_prompt_tokens=-1, max_tokens=most)):
+        with pytest.raises(ValueError, match=(
+                f"truncate_prompt_tokens={options['truncate_prompt_tokens']} is not accepted: it "
+                f"must be at least 1, or -1 with max_tokens below max_model_len={most}$")):
+            llm.generate("a", SamplingParams(**options))
+    with pytest.raises(ValueError, match="prompts.0. has 2048 tokens"):
+        llm.generate([1] * 9999, SamplingParams(truncate_prompt_tokens=most))
+    for wrong in (-2, 1.5, "1"):
+        with pytest.raises(ValueError, match="^truncate_prompt_tokens="):
+            SamplingParams(truncate_prompt_tokens=wrong)

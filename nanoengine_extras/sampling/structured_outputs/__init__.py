@@ -26,7 +26,8 @@ def check(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
     name: its name for the user
     """
     with naming("structured_outputs need llguidance"):
-        from nanoengine_extras.sampling.structured_outputs.grammar import LLMatcher, reason_of, to_lark
+        from nanoengine_extras.sampling.structured_outputs.grammar import (
+            LLMatcher, reason_of, to_lark)
     (kind, value), = wanted.items()
     with naming(name):
         if error := LLMatcher.validate_grammar(to_lark(kind, value)):

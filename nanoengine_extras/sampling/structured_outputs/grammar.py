@@ -3,9 +3,8 @@
     what a user wants ──to_lark──▶ a text in Lark's syntax ──▶ a `Grammar` for each completion
     the grammars of a step ──permitted──▶ one mask with a row for each
 
-llguidance itself refuses most keywords of a JSON schema that it cannot enforce. `enforceable` and
-regexes.py translate or refuse the rest, which it would silently get wrong. This file knows neither
-tensors nor the engine.
+schemas.py and regexes.py translate or refuse what llguidance would silently get wrong. This folder,
+but for its __init__, knows neither tensors nor the engine.
 """
 
 import json
@@ -13,24 +12,26 @@ import re
 from collections.abc import Container
 from copy import copy
 from functools import lru_cache
-from itertools import combinations, islice, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import AddedToken, Tokenizer
 
 from nanoengine.errors import naming, rejected
 from nanoengine_extras.sampling.structured_outputs.regexes import common_regex
+from nanoengine_extras.sampling.structured_outputs.schemas import (
+    LIMITS, json_to_lark, reason_of)
 
 ONE_OF = ("one of {'json': …}, {'json_object': True}, {'regex': …}, {'choice': …}, "
           "{'grammar': Lark}, {'structural_tag': …}")
 # for llguidance, this token ends a text; it is never generated
 END = AddedToken("<|end of the grammar|>", special=True)
 EXECUTOR = LLExecutor()
-# `minProperties` has many alternatives at one place
-LIMITS = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
+# llguidance recurses into rules, and its stack must not overflow: this would end the process
+MOST_RULES = 1000
 
 # ------------------------------------------------------------------------- tokens
 
@@ -115,14 +116,6 @@ def make_matcher(lark: str, vocabulary: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def reason_of(error: str) -> str:
-    """Returns the reason alone, without the grammar or the regex that llguidance shows after it."""
-    first = error.strip().partition("\n")[0][:500]
-    # `to_lark` has added a line
-    first = re.sub(r"^(?:at )?(\d+)\(\d+\)", lambda at: f"line {int(at[1]) - 1}", first)
-    return " ".join([first, *re.findall(r"(?m)^error: (.*)", error)[:1]])
-
-
 @lru_cache(maxsize=1)
 def make_vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """Returns a tokenizer for llguidance with the tokenizer's tokens and END, and at least
@@ -139,20 +132,6 @@ def make_vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 # ------------------------------------------------------------------------ grammars
 
-JSON_OPTIONS = {"x-guidance": {
-    # with any whitespace, a model could write spaces forever
-    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
-    # no \u0061, which could spell the name of a property in another way
-    "json_allowed_escapes": 'nrbtf\\"'}}
-# llguidance's dates include 29 February in every year, and the year 0; its times, leap seconds
-DAY = r"[1-9]\d{3}-(02-([01].|2[0-8])|(0[^2]|1.)-)"
-TIME = "..:..:[0-5]"
-FORMATS = {"date": f"^{DAY}", "time": f"^{TIME}", "date-time": f"^{DAY}.*[tT]{TIME}",
-           "uuid4": "^.{14}4.{4}[89abAB]"}
-# formats of pydantic and OpenAPI that allow any text
-PLAIN = ("binary", "password", "path")
-
-
 def to_lark(kind: str, value: Any, added: Container[str] = ()) -> str:
     """Returns a grammar in llguidance's variant of Lark's syntax. Raises ValueError for any other
     kind or value.
@@ -166,8 +145,10 @@ def to_lark(kind: str, value: Any, added: Container[str] = ()) -> str:
         lark = "start: TEXT\nTEXT: " + " | ".join(json.dumps("".join([text])) for text in value)
     elif kind == "regex":
         lark = f"start: /{regex_to_lark(common_regex(value), '')}/"
-    elif kind == "grammar" and re.search(r"(?m)^\s*[\w-]+\s*::=", value):
+    elif kind == "grammar" and re.search(r"(?m)^[ \t]*[\w-]+[ \t]*::=", value):
         raise ValueError("GBNF and EBNF ('::=') are not supported: write 'name: …' in Lark")
+    elif kind == "grammar" and value.count(":") > MOST_RULES:
+        raise ValueError(f"a grammar can have at most {MOST_RULES} rules")
     elif kind == "structural_tag":
         lark = tags_to_lark(json.loads(value) if isinstance(value, str) else value, added)
     elif kind == "grammar" and "%json" not in value:
@@ -178,38 +159,6 @@ def to_lark(kind: str, value: Any, added: Container[str] = ()) -> str:
         raise ValueError(f"{kind} cannot be {value!r}")
     # with forcing, only one of the ways to tokenize a text would be permitted
     return '%llguidance {"no_forcing": true}\n' + lark
-
-
-def json_to_lark(schema: Any) -> str:
-    """Returns the grammar of a JSON schema: a dict, its text, or a class of pydantic."""
-    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    schema = {**json.loads(text), **JSON_OPTIONS}
-    if schema != {**json.loads(text, parse_int=float), **JSON_OPTIONS}:
-        raise ValueError("it has an integer that a float64 would round")
-    definitions = schema.get("$defs")
-    open_one = json.dumps(enforceable(schema, definitions, closes=False))
-    if re.search(r"\\u00([01]|7f)", open_one.replace(r"\\", "")):
-        raise ValueError("it has a control character, which JSON must escape as \\u00…")
-    # llguidance permits `oneOf` where no value fits two of its schemas. If this holds for open
-    # objects, it also holds for closed ones, but not vice versa.
-    if error := '"oneOf"' in text and LLMatcher.validate_grammar("start: %json " + open_one):
-        raise ValueError(reason_of(error))
-    return "start: %json " + json.dumps(
-        enforceable(schema, definitions, closes=not combines(schema)))
-
-
-def combines(schema: Any) -> bool:
-    """Whether several schemas name properties of one object. If one of them closed the object, the
-    others could add nothing. These schemas can be definitions, so no object is closed."""
-    if not isinstance(schema, dict):
-        return isinstance(schema, list) and any(map(combines, schema))
-    groups = [{name: schema[name]} for name in ("$ref", "anyOf", "oneOf", "properties")
-              if name in schema]
-    texts = map(json.dumps, [*schema.get("allOf", ()), *groups])
-    num_groups = sum('"properties"' in text or '"$ref"' in text for text in texts)
-    return num_groups > 1 or any(map(combines, schema.values()))
 
 
 def tags_to_lark(value: Any, added: Container[str]) -> str:
@@ -246,68 +195,3 @@ def spelled(text: str, added: Container[str]) -> str:
     parts = [json.dumps(part) for part in re.split(r"(<[\w|/]+>)", text) if part]
     return " ".join(f"({part} | {part[1:-1]})" if part[1:-1] in added else part
                     for part in parts) or '""'
-
-
-def enforceable(schema: Any, definitions: Any, closes: bool) -> Any:
-    """Returns a schema that means the same to llguidance as the given one in JSON Schema (draft
-    2020-12).
-
-    definitions: the `$defs` of the whole schema.
-    closes: an object whose schema names its properties, or patterns of their names, has no others,
-        as in vLLM, unless `additionalProperties` permits them. In `allOf`, they can be those of
-        another schema.
-
-    Raises ValueError if llguidance would silently do something else.
-    """
-    if isinstance(schema, list):
-        return [enforceable(each, definitions, closes) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = with_patterns(schema, definitions)
-    found: dict[str, Any] = {}
-    if closes and schema.keys() & {"properties", "patternProperties"}:
-        found["additionalProperties"] = False
-    for name, value in schema.items():
-        if name == "format" and value in PLAIN or name == "uniqueItems" and value is False:
-            continue
-        if name == "pattern":
-            value = common_regex(value)
-        elif name in ("properties", "patternProperties", "$defs", "definitions"):
-            rename = common_regex if name == "patternProperties" else str
-            value = {rename(key): enforceable(each, definitions, closes)
-                     for key, each in value.items()}
-        elif name not in ("const", "default", "enum", "examples"):
-            value = enforceable(value, definitions, closes and name != "allOf")
-        found[name] = value
-    limits = found.get("allOf", [])
-    if (kind := found.get("format")) in FORMATS:
-        limits.append({"pattern": FORMATS[kind]})
-        found["format"] = kind.removesuffix("4")
-    if found.get("minProperties", 0) > 1:
-        # if an object has a name twice, llguidance would count it twice
-        groups = combinations(found.get("properties", ()), found.pop("minProperties"))
-        options = [{"required": names} for names in islice(groups, 1001)]
-        if len(options) not in range(1, 1001):
-            raise ValueError("minProperties is not supported with this number of properties")
-        limits.append({"anyOf": options})
-    return found | {"allOf": limits} if limits else found
-
-
-def with_patterns(schema: dict[str, Any], definitions: Any) -> dict[str, Any]:
-    """Returns a schema with `patternProperties` in place of `propertyNames` if they list all names,
-    as for `dict[Color, int]` in pydantic. definitions: see `enforceable`"""
-    names = schema.get("propertyNames")
-    if isinstance(names, dict) and isinstance(definitions, dict) and [*names] == ["$ref"]:
-        names = definitions.get(str(names["$ref"]).removeprefix("#/$defs/"))
-    if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
-        return schema
-    listed = names.get("enum", [names.get("const")])
-    limits = names.keys() - {"title", "description", "type"}
-    is_text = names.get("type", "string") == "string" and all(
-        isinstance(each, str) for each in listed)
-    if not is_text or limits not in ({"enum"}, {"const"}):
-        return schema
-    others = {name: value for name, value in schema.items() if name != "propertyNames"}
-    pattern = f"^({'|'.join(map(re.escape, listed))})$"
-    values = others.get("additionalProperties", {})
-    return others | {"additionalProperties": False, "patternProperties": {pattern: values}}

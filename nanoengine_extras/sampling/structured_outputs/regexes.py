@@ -1,11 +1,14 @@
 """Translates Python's regexes into Rust's, for llguidance.
 
 Patterns of JSON schemas are JavaScript's. A part that the three languages read in different ways is
-translated into one that all of them accept, or refused.
+translated into one that all of them accept, or refused. What is invalid in Rust, too, llguidance
+refuses. Each step takes time in proportion to the length of a regex.
 """
 
 import re
 
+# in letters
+LONGEST = 10_000
 # for each escape, the letters that it means in all of Python, JavaScript and Rust: \w is ASCII in
 # JavaScript …
 LETTERS = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\s--\x85]", "D": r"[^\p{N}\x00]",
@@ -13,26 +16,25 @@ LETTERS = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\s--\x85]", "D": r"[^\p{N}
 # … and all letters except those that it means in any of them
 EXCLUDED = {name: f"[^{LETTERS[name.swapcase()]}]" for name in LETTERS}
 # an escape, a class, or a brace that begins no repetition in Rust
-SPECIAL = re.compile(r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{,\d*\}|\{(?!\d+,?\d*\})")
-# a repetition after a repetition, or flags, which Python accepted in the middle before 3.11
-REFUSED = re.compile(r"(?:[*+?]|\{\d+,?\d*\})\+|\(\?\w*[xU]|(?!^)\(\?\w+\)")
+SPECIAL = re.compile(r"(?s)\\.?|\[\^?\]?(?:\\.|[^\]\\])*(\]|\\?\Z)|\{,\d*\}|\{(?!\d+(?:,\d*)?\})")
+# what only Rust permits: a repetition of a repetition, of ^ or of $, and some flags; and flags in
+# the middle, which Python accepted before 3.11
+REFUSED = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})(?:[*+]|\?[*+?]|\??\{\d)|[\^$](?:[*+?]|\{\d)"
+                     r"|\(\?\w*[xUR]|\(\?\w*-\w*(?:u|\))|(?!^)\(\?\w+\)")
 
 
 def common_regex(regex: str) -> str:
     r"""Returns a regex for llguidance (Rust) whose texts also match in Python and in JavaScript.
 
     Raises ValueError for other escapes, such as \b, for classes that only Rust reads as sets, such
-    as [a-z&&[^b]], for possessive quantifiers and for (?x); and re.error, which is not a
-    ValueError, for a regex that is invalid in Python.
+    as [a-z&&[^b]], for possessive quantifiers, for (?x), and for more than LONGEST letters.
     """
+    if len(regex) > LONGEST:
+        raise ValueError(f"a regex cannot have {len(regex)} letters: at most {LONGEST}")
     letters = re.sub(r"(?s)\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|.)", as_letter, regex)
     if found := REFUSED.search(SPECIAL.sub(".", letters)):
         raise ValueError(f"{found[0]} is not supported in a regex")
-    translated = SPECIAL.sub(for_rust, letters)
-    # Rust permits a** and a(?i), and llguidance a backslash at the end. The names of groups are
-    # those of JavaScript, too.
-    re.compile(re.sub(r"\(\?<(?![=!])", "(?P<", regex))
-    return translated
+    return SPECIAL.sub(for_rust, letters)
 
 
 def as_letter(escape: re.Match) -> str:
@@ -49,11 +51,15 @@ def for_rust(special: re.Match) -> str:
     part = special[0]
     if part == "{":
         return r"\{"
-    if re.search(r"\\|\[\[|&&|--|~~|^\{", re.sub(r"\\[dwsDWSfnrt_\W]", "", part)):
-        raise ValueError(f"{part} is not supported in a regex")
+    plain = re.sub(r"\\[dwsDWSfnrt_\W]", "", part)
+    if special[1] in ("", "\\") or re.search(r"\\|\[\[|&&|--|~~|^\{", plain):
+        raise ValueError(f"{part:.100} is not supported in a regex")
     if part[0] == "\\":
         return LETTERS.get(part[1], part)
     begin, known = ("[^", EXCLUDED) if part[1] == "^" else ("[", LETTERS)
+    for low, high in re.findall(r"(?s)(\\.|.)(?:-(\\.|.))?", part[len(begin):-1]):
+        if high and {low[1:], high[1:]} & LETTERS.keys():
+            raise ValueError(f"{low}-{high} is not supported in a regex")
     # Rust has [[:alpha:]], and reads []-a] differently
     body = re.sub(r"(?s)\\(.)|[]:[]", lambda each: known.get(each[1], "\\" + each[0][-1]),
                   part[len(begin):-1])
