@@ -157,6 +157,9 @@ def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[
     if message["role"] == "developer" and not knows(template, "developer"):
         # most templates leave out roles that they do not know
         found["role"] = "system"
+    if "reasoning" in found:
+        # vLLM's name in answers; templates have the other one
+        found.setdefault("reasoning_content", found["reasoning"])
     found["content"] = joined
     if keeps_lists and isinstance(content, list):
         found["content"] = parts_of(texts)
