@@ -154,10 +154,9 @@ def checked_options(kind: Any) -> Any:
 
     def refuse_unknown(names: Iterable[str]) -> None:
         for name in names:
-            advice = extension("tools.vllm").advice(name) if is_installed("tools.vllm") else ""
             near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
             last = f"leave it out; help({kind.__name__}) lists the known ones"
-            raise ValueError(f"{name} is not known: {advice or [*near, last][0]}")
+            raise ValueError(f"{name} is not known: {[*near, last][0]}")
 
     @wraps(initialize)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:

@@ -14,7 +14,6 @@ from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.features import naming
 from nanoengine.observers import Feature
-from nanoengine_extras.tools import vllm
 from nanoengine_extras.tools.chat import render
 from nanoengine_extras.running.strict import check_call
 
@@ -92,38 +91,12 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
 
 
 @pytest.mark.parametrize("make, name, advice", [
-    (EngineConfig, "enable_lora", "this engine has nothing like it"),
-    (EngineConfig, "kv_cache_dtype", "this engine has nothing like it"),
-    (EngineConfig, "speculative_config", "use speculation"),
-    (EngineConfig, "num_gpu_blocks_override", "use num_kv_blocks"),
-    (EngineConfig, "trust_remote_code",
-     "leave it out, or import from nanoengine_extras.tools.vllm, which takes it"),
-    (EngineConfig, "max_logprobs",
-     "leave it out, or import from nanoengine_extras.tools.vllm, which takes it"),
-    (EngineConfig, "ubatch_size",
-     "leave it out, or import from nanoengine_extras.tools.vllm, which takes it"),
-    (EngineConfig, "n_ctx", "use max_model_len"),
-    (EngineConfig, "tp_size", "use tensor_parallel_size"),
-    (EngineConfig, "max_batch_size", "use max_num_seqs"),
-    (EngineConfig, "stop_strings", "use stop"),
+    (EngineConfig, "max_num_seq", "the nearest is max_num_seqs"),
     (EngineConfig, "zzz", "leave it out; help(EngineConfig) lists the known ones"),
-    (SamplingParams, "guided_decoding", "use structured_outputs"),
-    (SamplingParams, "guided_json", "use structured_outputs"),
-    (SamplingParams, "response_format", "use structured_outputs"),
-    (SamplingParams, "max_completion_tokens", "use max_tokens"),
-    (SamplingParams, "stop_strings", "use stop"), (SamplingParams, "num_return_sequences", "use n"),
-    (BeamSearchParams, "stop_strings", "use stop"),
-    (SamplingParams, "use_beam_search", "use LLM.beam_search"),
-    (SamplingParams, "length_penalty", "use LLM.beam_search"),
     (SamplingParams, "max_new_tokens", "the nearest is max_tokens"),
     (SamplingParams, "best_of", "leave it out; help(SamplingParams) lists the known ones"),
     (BeamSearchParams, "do_sample", "leave it out; help(BeamSearchParams) lists the known ones"),
-    (BeamSearchParams, "width", "the nearest is beam_width"),
-    # in the wrong place
-    (EngineConfig, "temperature", "it is an option of SamplingParams"),
-    (EngineConfig, "max_tokens", "it is an option of SamplingParams"),
-    (SamplingParams, "max_model_len", "it is an option of LLM"),
-    (BeamSearchParams, "dtype", "it is an option of LLM")])
+    (BeamSearchParams, "width", "the nearest is beam_width")])
 def test_a_keyword_that_is_not_known(make, name, advice):
     """One sentence, whose last words say what to do; no list of all keywords."""
     given = {EngineConfig: dict(model="m"), BeamSearchParams: dict(beam_width=1, max_tokens=1)}
@@ -175,8 +148,7 @@ def test_a_text_that_has_no_bytes_in_utf_8(llm, call):
 
 def test_an_option_of_a_chat_that_is_not_known():
     advices = dict(tool="the nearest is tools", enable_thinking="leave it out, or if the template",
-                   temperature="it is an option of SamplingParams",
-                   response_format="use structured_outputs")
+                   temperature="leave it out, or if the template")
     for name, advice in advices.items():
         with pytest.raises(TypeError, match=f"^{name} is not known: {advice}[^:]*$"):
             render(None, [], **{name: True})
@@ -203,20 +175,6 @@ def test_advice_to_save_memory_is_for_errors_of_memory_only():
             with naming("what"):
                 raise error
         assert str(found.value) == f"what: {error}"
-
-
-def test_all_keywords_of_vllm_get_an_answer():
-    """None is taken for a misspelt keyword of nanoengine, and advice to use another is right."""
-    ours = {field.name for kind in (EngineConfig, SamplingParams)
-            for field in dataclasses.fields(kind)}
-    names = {*vllm.WITHOUT_EFFECT, *vllm.OFF, *vllm.INSTEAD} - ours
-    assert {"enable_lora", "guided_decoding", "disable_log_stats"} <= names
-    for name in names:
-        answer = f"^{name} is not known: (use|leave it out,|this engine has) [^:]+$"
-        with pytest.raises(ValueError, match=answer):
-            EngineConfig(model="m", **{name: 1})
-    assert {*vllm.INSTEAD.values()} <= ours | {
-        "LLM.beam_search", "LLM(tokenizer=…)", "CUDA_VISIBLE_DEVICES"}
 
 
 @pytest.mark.parametrize("name, value, accepted", [
