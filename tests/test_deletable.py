@@ -33,9 +33,6 @@ ALL_CASES = {
              "assert '\"status_code\": 200' in (folder / 'b').read_text()",
     "sampling.beam_search": "from nanoengine import BeamSearchParams as B; assert len("
                    "llm.beam_search([[5, 6]], B(beam_width=2, max_tokens=3))[0].sequences) == 2",
-    "tools.bench": "import contextlib, io\n"
-             "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
-             "    extension('tools.bench').main(['--help'])",
     "tools.chat": "assert texts.chat([{'role': 'user', 'content': '12 + 34'}], greedy, False)",
     "sampling.constraints": "assert run(llm, logit_bias={7: 1e9}).token_ids == [7] * 4",
     "models.dummy": "LLM(model, load_format='dummy', **options).close()",
@@ -73,6 +70,10 @@ ALL_CASES = {
     "tools.prometheus": "assert 'nanoengine:' in extension('tools.prometheus').as_text(llm.metrics(), 'm')",
     "models.quantized": "with_option = LLM(model, quantization='int8', **options); "
                  "assert run(with_option).token_ids; with_option.close()",
+    "tools.reasoning": "from nanoengine_extras.tools.openai_format import Body\n"
+                 "body = Body('/v1/chat/completions', '1')\n"
+                 "body.read({'messages': [{'role': 'user', 'content': 'a'}]}, texts)\n"
+                 "assert body.reasoning",
     "tools.scores": "assert llm.score([5, 6], [[7], [8, 9]], False)[1].token_ids == [8, 9]",
     "tools.serve": "import argparse\n"
              "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"
@@ -113,6 +114,7 @@ NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.ope
          "models.gguf_families": ["models.quantized"], "models.gguf_tokenizers": ["models.quantized"],
          "models.experts": ["models.transformers_models"], "models.own_layers": ["models.transformers_models"],
          "tools.prometheus": ["running.metrics"],
+         "tools.reasoning": ["tools.chat", "tools.openai_format"],
          "tools.scores": ["sampling.constraints", "sampling.logprobs"], "tools.serve": ["tools.async_llm", "tools.openai_format", "running.shared_steps"]}
 
 # what holds without those that are not asked for by a name
@@ -128,6 +130,7 @@ WITHOUT = {
     "models.experts": "import nanoengine_extras",
     "running.strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
     "running.threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
+    "tools.reasoning": "import nanoengine_extras",
     "tools.vllm": "import nanoengine_extras"}
 # what is deleted for good has no case any more
 CASES = {name: case for name, case in ALL_CASES.items()
@@ -306,7 +309,7 @@ def check_imported(imported: dict) -> None:
     assert {*imported.pop("")} == ALWAYS
     for feature, others in imported.items():
         # an unknown keyword can be one of vLLM's; tools give no number of blocks
-        known = {"running.strict": {"tools.vllm"}, "tools.bench": {"tools.lab"}, "tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
+        known = {"tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
                  "models.transformers_models": {"models.own_layers", "models.experts"}, "models.own_layers": {"models.experts"},
                  "models.experts": {"models.own_layers"}}
         # what lacks its package is not imported

@@ -234,10 +234,9 @@ FORMS = "a string, a list of token ids, {'prompt': â€¦}, {'prompt_token_ids': â€
 
 def unknown(name: str, kind: Any) -> ValueError:
     """Returns the error for a keyword that a dataclass does not have."""
-    advice = extension("tools.vllm").advice(name) if is_installed("tools.vllm") else ""
     near = [f"the nearest is {each}" for each in get_close_matches(name, names_of(kind), 1)]
     last = f"leave it out; help({kind.__name__}) lists the known ones"
-    return ValueError(f"{name} is not known: {advice or [*near, last][0]}")
+    return ValueError(f"{name} is not known: {[*near, last][0]}")
 
 
 def explain(found: Any) -> str:

@@ -2,8 +2,8 @@
 
 serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
 null stands for the default. Parameters without an effect on the answer, such as `user`, are
-accepted. `tools` and `reasoning_effort` go to the chat template; tool_calls.py handles the calls in
-an answer.
+accepted. `tools` and `reasoning_effort` go to the chat template; reasoning.py and tool_calls.py find
+thoughts and calls in an answer.
 """
 
 import json
@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanoengine.errors import naming, rejected
@@ -52,7 +55,8 @@ class Body:
     url: CHAT or COMPLETION. name: ends the id of the answer.
     stream_options: those that are true, of STREAMING.
     echoes: the answer begins with the prompt. is_echo: it is the prompt alone.
-    tokenizer: for the text of an echo. edit: changes the choices: see tool_calls.py.
+    tokenizer: for the text of an echo, and the bytes of tokens.
+    reasoning: finds thoughts in the choices, and calls the calls of tools.
     """
 
     url: str
@@ -64,7 +68,8 @@ class Body:
     echoes: bool = False
     is_echo: bool = False
     tokenizer: Any = None
-    edit: Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]] = iter
+    reasoning: Any = None
+    calls: Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]] = iter
 
     num_completions = property(lambda self: len(self.prompts) * self.params.n)
 
@@ -104,7 +109,13 @@ class Body:
                 given["chat_template_kwargs"] = {
                     "reasoning_effort": body["reasoning_effort"],
                     "enable_thinking": body["reasoning_effort"] != "none", **further}
-            self.prompts = extension("tools.chat").render(llm.inputs, [body.get("messages")], **given)
+            messages = body.get("messages")
+            self.prompts = extension("tools.chat").render(llm.inputs, [messages], **given)
+            self.tokenizer = llm.get_tokenizer()
+            if is_installed("tools.reasoning"):
+                is_continued = given.get("continue_final_message", False)
+                self.reasoning = extension("tools.reasoning").find(
+                    self, is_continued, str(messages[-1].get("content")), self.tokenizer)
             return
         prompt: Any = body.get("prompt")
         if not isinstance(prompt, (str, list)) or prompt == []:
@@ -146,6 +157,10 @@ class Body:
         return replace(defaults, **given)
 
     # ----------------------------------------------------------------------------- answers
+
+    def edit(self, choices: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+        """Yields the choices of a whole answer, or of an event, with thoughts and calls apart."""
+        return self.calls(self.reasoning.edit(choices) if self.reasoning else choices)
 
     def response(self, outputs: list[RequestOutput], model: str) -> dict[str, Any]:
         """Returns the whole answer to one prompt or several.
@@ -203,12 +218,22 @@ class Body:
         """Returns a choice without its text. offset: the length of the texts of earlier tokens."""
         logprobs: Any = None
         if tokens and self.url == CHAT:
-            entries = [chat_logprob(*each, self.params.logprobs) for each in tokens]
+            entries = [self._logprob(*each) for each in tokens]
             logprobs = {"content": entries, "refusal": None}
         elif tokens:
             logprobs = self._logprobs(tokens, offset)
         return {"index": self.index(output, completion), "logprobs": logprobs,
                 "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+    def _logprob(self, token_id: int, found: dict[int, Any] | None) -> dict[str, Any]:
+        """Returns OpenAI's entry for a token of a chat, with the likeliest tokens in its place."""
+        assert found
+        entries = {each: {"token": at.decoded_token or "", "logprob": number_of(at),
+                          "bytes": bytes_of(self.tokenizer.backend_tokenizer, each)}
+                   for each, at in sorted(found.items(), key=lambda item: item[1].rank)}
+        most = self.params.logprobs
+        top = [each for each in entries if most == -1 or found[each].rank <= (most or 0)]
+        return entries[token_id] | {"top_logprobs": [entries[each] for each in top]}
 
     def _logprobs(self, tokens: Tokens, offset: int) -> dict[str, list[Any]]:
         """Returns OpenAI's lists for completions. Nothing comes before the first token of an echo,
@@ -233,16 +258,23 @@ def by_text(found: dict[int, Any]) -> dict[str, float]:
     return named
 
 
-def chat_logprob(token_id: int, found: Any, count: int | None) -> dict[str, Any]:
-    """Returns OpenAI's entry for a token of a chat, with the likeliest tokens in its place."""
-    likeliest = sorted(found.values(), key=lambda each: each.rank)
-    top = [described(each) for each in likeliest if count == -1 or each.rank <= (count or 0)]
-    return described(found[token_id]) | {"top_logprobs": top}
+@lru_cache(maxsize=2**16)
+def bytes_of(tokenizer: Any, token_id: int) -> list[int]:
+    """Returns the bytes of a token, which can be a part of a character.
 
-
-def described(logprob: Any) -> dict[str, Any]:
-    text = logprob.decoded_token or ""
-    return {"token": text, "logprob": number_of(logprob), "bytes": list(text.encode())}
+    tokenizer: from the library `tokenizers`.
+    """
+    # some decoders strip spaces at the start of a text
+    once, twice = (tokenizer.decode([token_id] * count, False) for count in (1, 2))
+    name = tokenizer.id_to_token(token_id) or ""
+    if "\ufffd" in once:
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return [int(name[3:5], 16)]
+        # byte-level BPE: a letter for each byte
+        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        if byte_of.keys() >= {*name}:
+            return [byte_of[letter] for letter in name]
+    return [*twice[len(once):].encode()]
 
 
 def number_of(logprob: Any) -> float:

@@ -3,21 +3,21 @@
 Names are vLLM's if vLLM has the metric; all others begin with "nanoengine:".
 """
 
-import json
 import time
-from bisect import bisect_left
+from types import SimpleNamespace
 from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
 
-GAUGES = {"num_requests_running": "vllm:num_requests_running",
-          "num_requests_waiting": "vllm:num_requests_waiting"}
-COUNTERS = {name: f"vllm:{name}_total" for name in (
-    "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
-    "num_preemptions")}
+GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+COUNTERS = {"prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
+            "num_preemptions"}
 # the ends of buckets, in seconds, as in vLLM
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 NEXT_TOKEN = "vllm:inter_token_latency_seconds"
@@ -37,14 +37,12 @@ class Times(Feature):
     """How long completions have taken since the start: histograms for `as_text`.
 
     A completion whose client has left, or that ended with an error, has no total time.
-
-    counts: how many values are in each bucket; the last bucket has no end. sums: the values added
-        up, in seconds.
     """
 
     def __init__(self) -> None:
-        self.counts = {name: [0] * (len(ends) + 1) for name, ends in BUCKETS.items()}
-        self.sums = dict.fromkeys(BUCKETS, 0.0)
+        self.registry = CollectorRegistry()
+        self.histograms = {name: Histogram(name, "seconds", buckets=ends, registry=self.registry)
+                           for name, ends in BUCKETS.items()}
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
         now = time.monotonic()
@@ -61,16 +59,12 @@ class Times(Feature):
             came, last = seq.kept["Times"]
             seq.kept["Times"] = came, now
             if last is None:
-                self.add(FIRST_TOKEN, now - came)
+                self.histograms[FIRST_TOKEN].observe(now - came)
             else:
-                self.add(NEXT_TOKEN, now - last)
+                self.histograms[NEXT_TOKEN].observe(now - last)
             # a beam search aborts the beams that it drops, and then goes on
             if seq.finish_reason in ("stop", "length"):
-                self.add(WHOLE, now - came)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.counts[name][bisect_left(BUCKETS[name], seconds)] += 1
-        self.sums[name] += seconds
+                self.histograms[WHOLE].observe(now - came)
 
 
 def as_text(metrics: dict[str, Any], model: str, times: Times | None = None) -> str:
@@ -80,29 +74,18 @@ def as_text(metrics: dict[str, Any], model: str, times: Times | None = None) -> 
     the server is restarted.
     """
     num_blocks = metrics["num_blocks_used"] + metrics["num_blocks_free"]
-    found = {"vllm:kv_cache_usage_perc": metrics["num_blocks_used"] / num_blocks}
-    for name, value in metrics.items():
-        if not isinstance(value, str):
-            found[GAUGES.get(name) or COUNTERS.get(name) or f"nanoengine:{name}"] = value
     labels = {"model_name": model, "attention_backend": metrics["attention_backend"]}
-    # labels are escaped like JSON strings
-    inner = ",".join(f"{name}={json.dumps(value, ensure_ascii=False)}"
-                     for name, value in labels.items())
-    lines = []
-    for name, value in found.items():
-        lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
-        lines.append(f"{name}{{{inner}}} {value}")
-    if times:
-        for name in BUCKETS:
-            lines += histogram(name, inner, times)
-    return "\n".join(lines) + "\n"
-
-
-def histogram(name: str, inner: str, times: Times) -> list[str]:
-    """Returns the lines of a histogram: for each bucket, how many values are at most its end."""
-    lines = [f"# TYPE {name} histogram"]
-    total = 0
-    for end, count in zip([*BUCKETS[name], "+Inf"], times.counts[name]):
-        total += count
-        lines.append(f'{name}_bucket{{{inner},le="{end}"}} {total}')
-    return [*lines, f"{name}_sum{{{inner}}} {times.sums[name]}", f"{name}_count{{{inner}}} {total}"]
+    values = metrics | {"kv_cache_usage_perc": metrics["num_blocks_used"] / num_blocks}
+    found: list[Any] = []
+    for name, value in values.items():
+        if not isinstance(value, str):
+            kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+            prefix = "vllm" if name in COUNTERS | GAUGES else "nanoengine"
+            found.append(kind(f"{prefix}:{name}", name, labels=[*labels]))
+            found[-1].add_metric([*labels.values()], value)
+    for family in times.registry.collect() if times else ():
+        family.samples = [each._replace(labels=labels | each.labels) for each in family.samples]
+        found.append(family)
+    # anything that collects
+    registry: Any = SimpleNamespace(collect=lambda: found)
+    return generate_latest(registry).decode()

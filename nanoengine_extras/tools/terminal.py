@@ -21,7 +21,7 @@ from nanoengine.features import extension
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # the feature that each starts; its `main` takes the rest of the command line
 COMMANDS = {"serve": "tools.serve", "batch": "tools.batch", "score": "tools.scores",
-            "bench": "tools.bench", "eval": "tools.lm_eval"}
+            "eval": "tools.lm_eval"}
 # those that take options of `LLM` as JSON
 WITH_OPTIONS = ("tools.serve", "tools.batch")
 
@@ -62,6 +62,8 @@ def main() -> None:
         epilog=f"The first word can also be a tool, {', '.join(COMMANDS)}, which has options of "
         "its own (serve --help). A prompt that is one of these words comes after two dashes "
         "(-- serve).")
+    if sys.argv[1:2] == ["bench"]:
+        parser.error("bench.py is in the repository: python bench.py --help")
     tool = COMMANDS.get(sys.argv[1]) if sys.argv[1:] else None
     if tool:
         try:

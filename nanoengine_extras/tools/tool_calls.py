@@ -9,7 +9,8 @@ Hermes, Qwen2.5 and Qwen3:
     </tool_call>
 
 A client gets them as `tool_calls`, with "tool_calls" in place of "stop" as `finish_reason`. A
-stream sends each call as a whole, as soon as it is complete. Everything else stays text.
+stream sends each call as a whole, as soon as it is complete. Everything else stays text. What a
+model writes while it thinks is no call: see reasoning.py.
 
 Where `tool_choice` is "required" or names a function, a grammar makes the model write calls in this
 format and nothing else, with arguments that match the function's `parameters`. A client gets them
@@ -218,4 +219,4 @@ def find(body: Any, given: dict[str, Any]) -> None:
         most = 1 if given.get("parallel_tool_calls") is False else None
         # OpenAI's reason after a call that the client has named
         reason = "stop" if isinstance(choice, dict) else "tool_calls"
-        body.edit = ToolCalls(body.name, most, reason).edit
+        body.calls = ToolCalls(body.name, most, reason).edit

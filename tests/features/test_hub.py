@@ -40,16 +40,3 @@ def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypat
     LLM("some/model", tokenizer="some/tokenizer", revision="v2", download_dir="there", **options)
     assert asked == [("some/model", None, None), ("some/model", "v2", "there"),
                      ("some/tokenizer", "v2", "there")]
-
-
-@pytest.mark.needs("tools.vllm")
-def test_the_token_of_vllms_interface(tiny, monkeypatch):
-    """For the download alone; without one, the user's own."""
-    monkeypatch.setenv("HF_TOKEN", "own")
-    asked = []
-    monkeypatch.setattr("nanoengine_extras.models.hub.snapshot_download",
-                        lambda *_, **options: asked.append(get_token()) or tiny)
-    for token in ("given", True, None):
-        vllm = extension("tools.vllm")
-        vllm.LLM("some/model", hf_token=token, num_kv_blocks=4, kernels=False).close()
-    assert asked == ["given", "own", "own"] and get_token() == "own"

@@ -14,7 +14,6 @@ from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.errors import naming
 from nanoengine.observers import Feature
-from nanoengine_extras.tools import vllm
 from nanoengine_extras.tools.chat import render
 from nanoengine_extras.running.strict import Strict
 
@@ -137,32 +136,13 @@ def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     assert params == SamplingParams(**made)
 
 
-NOTHING = "this engine has nothing like it"
-VLLM = "leave it out, or import from nanoengine_extras.tools.vllm, which takes it"
-
-
 @pytest.mark.parametrize("make, advices", [
-    (config, {
-        "enable_lora": NOTHING, "kv_cache_dtype": NOTHING, "speculative_config": "use speculation",
-        "num_gpu_blocks_override": "use num_kv_blocks", "trust_remote_code": VLLM,
-        "max_logprobs": VLLM, "ubatch_size": VLLM, "n_ctx": "use max_model_len",
-        "tp_size": "use tensor_parallel_size", "max_batch_size": "use max_num_seqs",
-        "stop_strings": "use stop", "zzz": "leave it out; help(EngineConfig) lists the known ones",
-        # in the wrong place
-        "temperature": "it is an option of SamplingParams",
-        "max_tokens": "it is an option of SamplingParams"}),
-    (SamplingParams, {
-        "guided_decoding": "use structured_outputs", "guided_json": "use structured_outputs",
-        "response_format": "use structured_outputs", "max_completion_tokens": "use max_tokens",
-        "stop_strings": "use stop", "num_return_sequences": "use n",
-        "use_beam_search": "use LLM.beam_search", "length_penalty": "use LLM.beam_search",
-        "max_new_tokens": "the nearest is max_tokens",
-        "best_of": "leave it out; help(SamplingParams) lists the known ones",
-        "max_model_len": "it is an option of LLM"}),
-    (beams, {
-        "stop_strings": "use stop", "width": "the nearest is beam_width",
-        "do_sample": "leave it out; help(BeamSearchParams) lists the known ones",
-        "dtype": "it is an option of LLM"})])
+    (config, {"max_num_seq": "the nearest is max_num_seqs",
+              "zzz": "leave it out; help(EngineConfig) lists the known ones"}),
+    (SamplingParams, {"max_new_tokens": "the nearest is max_tokens",
+                      "best_of": "leave it out; help(SamplingParams) lists the known ones"}),
+    (beams, {"width": "the nearest is beam_width",
+             "do_sample": "leave it out; help(BeamSearchParams) lists the known ones"})])
 def test_a_keyword_that_is_not_known(make, advices):
     """One sentence, whose last words say what to do; no list of all keywords."""
     for name, advice in advices.items():
@@ -214,8 +194,7 @@ def test_a_text_that_has_no_bytes_in_utf_8(llm, call):
 
 def test_an_option_of_a_chat_that_is_not_known():
     advices = dict(tool="the nearest is tools", enable_thinking="leave it out, or if the template",
-                   temperature="it is an option of SamplingParams",
-                   response_format="use structured_outputs")
+                   temperature="leave it out, or if the template")
     for name, advice in advices.items():
         with pytest.raises(TypeError, match=f"^{name} is not known: {advice}[^:]*$"):
             render(None, [], **{name: True})
@@ -244,18 +223,6 @@ def test_advice_to_save_memory_is_for_errors_of_memory_only():
         assert str(found.value) == f"what: {error}"
 
 
-def test_all_keywords_of_vllm_get_an_answer():
-    """None is taken for a misspelt keyword of nanoengine, and advice to use another is right."""
-    ours = {field.name for kind in (EngineConfig, SamplingParams)
-            for field in dataclasses.fields(kind)}
-    names = {*vllm.WITHOUT_EFFECT, *vllm.OFF, *vllm.INSTEAD} - ours
-    assert {"enable_lora", "guided_decoding", "disable_log_stats"} <= names
-    for name in names:
-        answer = f"^{name} is not known: (use|leave it out,|this engine has) [^:]+$"
-        with pytest.raises(ValueError, match=answer):
-            EngineConfig(model="m", **{name: 1})
-    assert {*vllm.INSTEAD.values()} <= ours | {
-        "LLM.beam_search", "LLM(tokenizer=…)", "CUDA_VISIBLE_DEVICES"}
 
 
 def test_duplicates_are_removed_in_order():

@@ -6,7 +6,6 @@
     python -m nanoengine_extras.tools.lab.limits              # times of decode steps and prompts, and their limits
 
 `options.py` has the flags and the workloads, `figures.py` the measured figures of a run.
-`drawing.py` makes pictures of a trace, also of your own runs. `bench.py`, next to this folder,
-measures throughput. Run these commands in the root of a clone, which has models and shapes. Outside
-of a clone, only `python -m nanoengine bench --model …` works.
+`drawing.py` makes pictures of a trace, also of your own runs. `bench.py` in the root of the
+repository measures throughput. Run these commands there: the models and shapes are not installed.
 """

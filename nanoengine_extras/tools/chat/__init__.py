@@ -1,25 +1,28 @@
 """Turns conversations into prompts, with the tokenizer's chat template, for `LLM.chat`.
 
-Templates expect messages in different forms: contents as strings or as lists of parts, arguments of
-tool calls as objects or as JSON strings. `uses` reads a template's syntax tree to find how it uses
-a field.
+Each message gets the form that the template expects: see templates.py. Instructions, tool calls and
+results that a template leaves out are reported.
 """
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
-from functools import lru_cache
 from inspect import signature
 from typing import Any
 
-from jinja2 import nodes
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from nanoengine.errors import logger, naming, rejected
-from nanoengine.features import extension, is_installed
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, Params, RequestOutput
+from nanoengine_extras.tools.chat.templates import (
+    form_of_arguments,
+    knows,
+    missing_content,
+    takes_parts,
+)
 
 
 def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: Any = True, *,
@@ -46,7 +49,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
 
     messages: the content of each is a string, or a list of strings and {"type": "text", "text":
         …}, joined by newlines unless the template loops over the parts itself. Arguments of
-        tool calls are objects, or JSON strings. Other fields are passed on as they are.
+        tool calls are objects, or JSON strings. The role "developer" becomes "system" unless the
+        template names it. Other fields are passed on as they are.
     chat_template: the template to use instead of the tokenizer's own.
     add_generation_prompt: let the assistant begin its answer; by default True.
     continue_final_message: leave the last message open, so that the model continues it; by
@@ -61,11 +65,10 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     Raises ValueError if there is no template.
     """
     for name in unknown:
-        known = [each for each in signature(render).parameters if each != "unknown"][2:]
+        known = [*signature(render).parameters][2:-1]
         near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
-        advice = extension("tools.vllm").advice(name) if is_installed("tools.vllm") else ""
         last = "leave it out, or if the template has such a variable, use chat_template_kwargs"
-        raise TypeError(f"{name} is not known: {advice or [*near, last][0]}")
+        raise TypeError(f"{name} is not known: {[*near, last][0]}")
     encoder = inputs.get_tokenizer()
     # the user's copy can have another template, but must not change how texts are encoded
     tokenizer = vars(inputs).get("tokenizer_of_user", encoder)
@@ -103,6 +106,9 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
             make_lists(each, template, variables, every=is_openai)
         # `apply_chat_template` would leave out a content of None
         texts = render_jinja_template(chats, chat_template=template, **variables)[0]
+        show = _compile_jinja_template(template).render
+        for chat, text in zip(chats, texts):
+            report_lost(chat, text, lambda marked: show(messages=marked, **variables))
         # The template has written the special tokens.
         ids = encoder(texts, add_special_tokens=False, verbose=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
@@ -148,6 +154,12 @@ def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[
         texts = [part if isinstance(part, str) else part["text"] for part in parts]
         joined = "\n".join(texts)
     found = {name: value for name, value in message.items() if value is not None}
+    if message["role"] == "developer" and not knows(template, "developer"):
+        # most templates leave out roles that they do not know
+        found["role"] = "system"
+    if "reasoning" in found:
+        # vLLM's name in answers; templates have the other one
+        found.setdefault("reasoning_content", found["reasoning"])
     found["content"] = joined
     if keeps_lists and isinstance(content, list):
         found["content"] = parts_of(texts)
@@ -198,20 +210,6 @@ def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, A
             message["content"] = [*text]
 
 
-def missing_content(template: str) -> dict[str, Any]:
-    """Returns the content that a template expects in a message that has only tool calls.
-
-    Some templates write a call only if the content is None, or is not defined; others would print
-    "None". With `if message.content`, a template cannot tell None from an empty string.
-    """
-    # templates often test the first message, usually the system's, separately
-    found = uses(template, "content", but_first=True)
-    is_shown = {"for", "| tojson"} & found
-    if "is none" in found or ("is string" in found and not is_shown):
-        return {"content": None}
-    return {} if "is defined" in found else {"content": ""}
-
-
 def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
     """Returns a tool call with its arguments, an object or its JSON, in one of the forms of
     `form_of_arguments`. Missing arguments become an empty object."""
@@ -226,100 +224,49 @@ def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
     return call | {"arguments": found if form == "object" else given}
 
 
-# ------------------------------------------------------------------------------------ templates
+def report_lost(chat: list[dict[str, Any]], text: str,
+                show: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Warns of instructions, tool calls and results that a template leaves out of a prompt.
 
+    A template can change a text before it writes it, and a function's name is also in the list of
+    tools. So the template writes the messages once more, with marks in place of what is looked for.
 
-def takes_parts(template: str) -> bool:
-    """Returns whether a template loops over the parts of a message: `for part in m.content`.
-
-    Like vLLM, it looks for such a loop in the template's syntax tree.
+    chat: the messages. text: their prompt. show: turns messages into a prompt.
     """
-    return "for" in uses(template, "content")
+    marks: dict[str, str] = {}
 
+    def mark(what: str) -> str:
+        name = f"mark{len(marks)}of{id(marks)}"
+        marks[name] = what
+        return name
 
-def form_of_arguments(template: str) -> str:
-    """Returns the form of a tool call's arguments that a template expects.
+    def marked(call: Any) -> Any:
+        if isinstance(call, dict) and "function" in call:
+            return call | {"function": marked(call["function"])}
+        name = mark("tool calls")
+        # some templates write the arguments alone
+        is_text = isinstance(call.get("arguments"), str)
+        arguments = {name: name}
+        return call | {"name": name, "arguments": json.dumps(arguments) if is_text else arguments}
 
-    "object": most templates expect it; they write `arguments | tojson` or the whole call.
-    "text": a JSON string, which they print or add to other strings.
-    "given": either; the template looks at the type itself.
-    """
-    found = uses(template, "arguments")
-    if {"is string", "is mapping"} & found:
-        return "given"
-    as_text = {"print", "| string", *(f".{name}" for name in dir(str))}
-    as_object = {"for", "[]", "| tojson", "| items", "| dictsort"} | {
-        use for use in found if use.startswith(".") and use not in as_text}
-    return "text" if as_text & found and not as_object & found else "object"
-
-
-# filters that change a value
-CONVERTING = {"tojson", "string", "items", "dictsort", "length", "count"}
-
-
-@lru_cache
-def uses(template: str, field: str, but_first: bool = False) -> frozenset[str]:
-    """Returns how a template uses a field of its messages or of their tool calls.
-
-    "print": it is printed, or added to a string; "for": the template loops over it; "is string",
-    "| tojson", ".items": this test, filter or method is applied to it; "[]": it is indexed.
-
-    but_first: except for `messages[0]`
-    """
-    tree = _compile_jinja_template(template).environment.parse(template)
-    first = nodes.Getitem(nodes.Name("messages", "load"), nodes.Const(0), "load")
-    # the names of the field, and of variables that it is assigned to
-    names = {field}
-
-    def is_field(node: Any) -> bool:
-        match node:
-            case nodes.Getattr(node=base) | nodes.Getitem(node=base) if but_first and base == first:
-                return False
-            case nodes.Getitem(node=base, arg=nodes.Slice()):
-                return is_field(base)
-            case nodes.Filter(node=base, name=name):
-                return name not in CONVERTING and is_field(base)
-            case nodes.Or() | nodes.And() | nodes.CondExpr():
-                return any(map(is_field, node.iter_child_nodes(exclude=["test"])))
-            case (nodes.Name(name=name) | nodes.Getattr(attr=name)
-                  | nodes.Getitem(arg=nodes.Const(value=name))
-                  | nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=name), *_])):
-                return name in names
-        return False
-
-    while bound := assigned(tree, is_field) - names:
-        names |= bound
-    found = set()
-    for node in tree.find_all(nodes.Node):
-        match node:
-            case nodes.Test(node=base, name=name) if is_field(base):
-                found.add("is defined" if name == "undefined" else f"is {name}")
-            case nodes.Filter(node=base, name=name) if is_field(base):
-                found.add(f"| {name}")
-            case nodes.For(iter=base) if is_field(base):
-                found.add("for")
-            case nodes.Getattr(node=base, attr=name) if is_field(base):
-                found.add(f".{name}")
-            case nodes.Getitem(node=base, arg=key) if is_field(base):
-                found.add("print" if isinstance(key, nodes.Slice) else "[]")
-            case nodes.Compare(expr=nodes.Const(value=name)) if name in names:
-                # 'content' in message
-                found.add("is defined")
-            case nodes.Compare(expr=base, ops=[nodes.Operand(expr=nodes.Const(value=None))]):
-                found |= {"is none"} if is_field(base) else set()
-            case nodes.Output() | nodes.Add() | nodes.Concat() | nodes.Mod():
-                found |= {"print"} if any(map(is_field, node.iter_child_nodes())) else set()
-    return frozenset(found)
-
-
-def assigned(tree: nodes.Template, is_field: Callable[[Any], bool]) -> set[str]:
-    """Returns the variables to which a template assigns a field, and parameters of its macros."""
-    found = {each.target.name for each in tree.find_all(nodes.Assign)
-             if isinstance(each.target, nodes.Name) and is_field(each.node)}
-    macros = {each.name: each.args for each in tree.find_all(nodes.Macro)}
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name):
-            arguments = zip(macros.get(call.node.name, ()), call.args)
-            found |= {name.name for name, value in arguments if is_field(value)}
-            found |= {each.key for each in call.kwargs if is_field(each.value)}
-    return found
+    copies = []
+    for message in chat:
+        copy = dict(message)
+        content = message.get("content") or ""
+        is_list = isinstance(content, list)
+        texts = [part["text"] for part in content] if is_list else [content]
+        is_shown = all(each.strip() in text for each in texts)
+        if message["role"] not in ("user", "assistant") and not is_shown:
+            name = mark(f"messages of {message['role']!r}")
+            copy["content"] = parts_of([name]) if is_list else name
+        if message.get("tool_calls"):
+            copy["tool_calls"] = [*map(marked, message["tool_calls"])]
+        if isinstance(message.get("function_call"), dict):
+            copy["function_call"] = marked(message["function_call"])
+        copies.append(copy)
+    # an error: the template checks what is marked, so it is not left out
+    with suppress(Exception):
+        written = show(copies) if marks else ""
+        for what in dict.fromkeys(what for name, what in marks.items() if name not in written):
+            logger.warning(f"{what} are dropped: the chat template does not write any, so the "
+                           "model does not see them")
