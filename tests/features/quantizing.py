@@ -22,8 +22,9 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.features import naming
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
+from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.models.quantized import (
-    choose_opener, formulas, gguf_files, gguf_grids, gguf_numbers, packed)
+    choose_opener, formulas, gguf_files, gguf_grids, gguf_numbers)
 from nanoengine_extras.models.quantized.modules import QuantizedLinear
 from nanoengine_extras.models.quantized.stored import Stored
 
@@ -386,8 +387,6 @@ PACKED: dict[str, tuple] = {
     "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4),
     "IQ2_S": (4, 16, "nested", False, False, False, gguf_grids.table_of("IQ2_S")),
     "FP8": (8, 128, "wide", False, False, False, formulas.E4M3)}
-# sums are not scaled for FP8
-WITH_SUMS = [name for name in PACKED if name != "FP8"]
 
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
@@ -429,7 +428,7 @@ def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, 
     if bias is not None:
         linear.bias = torch.nn.Parameter(bias.to(dtype), False)
     if kind is QuantizedLinear:
-        linear.keep([packed.pack(weight, dtype) for weight in weights], rows, dtype)
+        linear.keep([layout.pack(weight, dtype) for weight in weights], rows, dtype)
     else:
         whole = torch.cat([weight.dequantized() for weight in weights]).to(dtype)
         linear.weight = torch.nn.Parameter(whole, False)
