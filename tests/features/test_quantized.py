@@ -28,7 +28,8 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors, find_model
-from nanoengine_extras import containers, quantized
+from nanoengine_extras.models import quantized
+from nanoengine_extras.running import containers
 from nanoengine_extras.cpu import compiling
 from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.cpu.products import BLOCKS
