@@ -35,8 +35,7 @@ class EngineConfig(Options):
         but float32 on a CPU without instructions for bfloat16.
     quantization: "int8" or "int4" rounds the weights to 8 or 4 bits when they are loaded, in groups
         of 32; None leaves them as they are. A model that is already quantized (GGUF, AWQ, GPTQ,
-        FP8 and others) needs no option. With "_sums", as in "int4_sums" or "gguf_sums", small
-        batches run faster in bfloat16 on a CPU with AVX-512: see docs/quantization.md.
+        FP8 and others) needs no option.
     device: "cpu" or "cuda"; "auto": the GPU if there is one.
     seed: a request without a seed gets one that is derived from this; None means 0.
     load_format: "dummy" makes random weights for benchmarks, from a config.json alone; "auto", "hf"

@@ -22,8 +22,9 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.errors import naming
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
+from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.models.quantized import (
-    choose_opener, formulas, gguf_files, gguf_grids, gguf_numbers, packed)
+    choose_opener, formulas, gguf_files, gguf_grids, gguf_numbers)
 from nanoengine_extras.models.quantized.modules import QuantizedLinear
 from nanoengine_extras.models.quantized.stored import Stored
 
@@ -204,11 +205,14 @@ def in_awq(numbers, zeros, scales, **_) -> dict[str, Tensor]:
 
 
 def in_gptq(numbers, zeros, scales, bits, groups=None, version=1) -> dict[str, Tensor]:
-    """As `QuantLinear.pack` of AutoGPTQ packs them; version 1 subtracts 1 from the zeros."""
-    if version == 1:
-        zeros = (zeros - 1) % 2**bits
-    found = {"qweight": in_words(numbers, bits).T, "qzeros": in_words(zeros.T, bits),
-             "scales": scales.T}
+    """As GPTQModel packs them. Version 1 subtracts 1 from the zeros: from a whole word at once, so
+    a zero of 0 borrows from its neighbour; but number by number if they have 3 bits."""
+    if version == 1 and bits == 3:
+        zeros = (zeros - 1) % 8
+    qzeros = in_words(zeros.T, bits)
+    if version == 1 and bits != 3:
+        qzeros = qzeros - sum(1 << place for place in range(0, 32, bits))
+    found = {"qweight": in_words(numbers, bits).T, "qzeros": qzeros, "scales": scales.T}
     return found if groups is None else found | {"g_idx": groups.to(torch.int32)}
 
 
@@ -245,11 +249,11 @@ FORMATS = {
     "gptq dynamic": (8, 80, False, False, in_gptq, GPTQ | dict(
         bits=8, group_size=96, dynamic={"+:.*_proj": dict(group_size=80), "-:lm_head": {}})),
     "gptq 4": (4, 32, False, False, in_gptq, GPTQ | dict(bits=4)),
-    "gptq 8": (8, 32, False, True, in_gptq, GPTQ | dict(bits=8)),
+    "gptq 8": (8, 32, False, False, in_gptq, GPTQ | dict(bits=8)),
     "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
     "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
                 GPTQ | dict(bits=4, group_size=64, checkpoint_format="gptq_v2")),
-    "gptq 2": (2, 32, False, True, in_gptq, GPTQ | dict(bits=2)),
+    "gptq 2": (2, 32, False, False, in_gptq, GPTQ | dict(bits=2)),
     "gptq 3": (3, 64, False, False, in_gptq, GPTQ | dict(bits=3, group_size=64)),
     "gptq 3 v2": (3, 32, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
                   GPTQ | dict(bits=3, checkpoint_format="gptq_v2")),
@@ -386,8 +390,6 @@ PACKED: dict[str, tuple] = {
     "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4),
     "IQ2_S": (4, 16, "nested", False, False, False, gguf_grids.table_of("IQ2_S")),
     "FP8": (8, 128, "wide", False, False, False, formulas.E4M3)}
-# sums are not scaled for FP8
-WITH_SUMS = [name for name in PACKED if name != "FP8"]
 
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
@@ -429,7 +431,7 @@ def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, 
     if bias is not None:
         linear.bias = torch.nn.Parameter(bias.to(dtype), False)
     if kind is QuantizedLinear:
-        linear.keep([packed.pack(weight, dtype) for weight in weights], rows, dtype)
+        linear.keep([layout.pack(weight, dtype) for weight in weights], rows, dtype)
     else:
         whole = torch.cat([weight.dequantized() for weight in weights]).to(dtype)
         linear.weight = torch.nn.Parameter(whole, False)

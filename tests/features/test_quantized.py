@@ -31,8 +31,10 @@ from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extras.models import quantized
 from nanoengine_extras.running import containers
 from nanoengine_extras.cpu import compiling
+from nanoengine_extras.cpu.packed import layout
+from nanoengine_extras.cpu.products import BLOCKS
 from nanoengine_extras.models.quantized import (
-    formulas, gguf_files, gguf_header, gguf_numbers, methods, modules, order, packed)
+    formulas, gguf_files, gguf_header, gguf_numbers, methods, modules)
 from nanoengine_extras.models.quantized.stored import open_rounded
 
 fixtures = make_gguf, make_quantized
@@ -936,11 +938,11 @@ def test_products_have_the_bits_of_dequantized_weights(name, dtype, num_rows):
 def test_kernels_are_compiled_once():
     assert is_compiled_once("""
 import torch
-from nanoengine_extras.models.quantized.kernel import product
-from nanoengine_extras.models.quantized.order import placing
+from nanoengine_extras.cpu.packed.kernel import product
+from nanoengine_extras.cpu.packed.order import placing
 placing()
-for by_sums, has_floats in ((False, False), (False, True), (True, False)):
-    product(torch.float32, by_sums, has_floats)""")
+for has_floats in (False, True):
+    product(torch.float32, has_floats)""")
 
 
 @pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
@@ -965,13 +967,13 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     with LLM(path, **OPTIONS) as llm:
         names = {name for name, module in llm.engine.runner.model.named_modules()
                  if module in linears_of(llm)}
-        are_one = 32 % order.block_of(torch.float32, False) == 0
+        are_one = 32 % BLOCKS[torch.float32] == 0
         assert ("layers.0.self_attn.qkv_proj" in names) == are_one
         assert "layers.0.self_attn.o_proj" in names
         assert any("some fused projections are dequantized" in line for line in lines) != are_one
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
-    assert packed.padding(320, 128, torch.bfloat16) == 64
-    assert packed.padding(320, 32, torch.bfloat16) == 0
+    assert layout.padding(320, 128, torch.bfloat16) == 64
+    assert layout.padding(320, 32, torch.bfloat16) == 0
 
 
 @pytest.mark.parametrize("inputs", [96, 100, 1000])
@@ -1012,8 +1014,8 @@ def test_a_packed_weight_of_gguf(kind):
     found = gguf_numbers.grouped(torch.from_numpy(rows), kind)
     assert torch.equal(found.dequantized(), wanted)
     for dtype in (torch.bfloat16, torch.float32):
-        part = packed.pack(found, dtype)
-        assert torch.equal(packed.rows_of(part, torch.arange(70), 512, dtype), wanted)
+        part = layout.pack(found, dtype)
+        assert torch.equal(layout.rows_of(part, torch.arange(70), 512, dtype), wanted)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
@@ -1048,9 +1050,9 @@ def test_scales_of_many_bits_have_no_packed_form():
     weight = draw(64, 64, *PACKED["Q8_0"])
     third = weight._replace(scales=weight.scales.float() / 3)
     for dtype in (torch.bfloat16, torch.float32):
-        assert packed.pack(third, dtype) is None
-        assert packed.pack(weight._replace(scales=weight.scales.float()), dtype) is not None
-    assert packed.pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
+        assert layout.pack(third, dtype) is None
+        assert layout.pack(weight._replace(scales=weight.scales.float()), dtype) is not None
+    assert layout.pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("most, bits", [(1, 22), (3, 22), (31, 19), (127, 17), (128, 16)])
@@ -1063,7 +1065,7 @@ def test_scales_of_more_bits_with_smaller_numbers(most, bits):
         scales = torch.randint(2**(count - 1), 2**count, weight.scales.shape) | 1
         found = weight._replace(numbers=numbers.to(torch.int8), scales=scales * 2.0**(-count - 6))
         for dtype in (torch.float32, torch.bfloat16):
-            assert (packed.pack(found, dtype) is not None) == is_packed
+            assert (layout.pack(found, dtype) is not None) == is_packed
             if is_packed:
                 compare_products([found], dtype, (1, 4, 20))
 
@@ -1073,7 +1075,7 @@ def test_numbers_of_more_than_6_bits_with_lows_have_no_packed_form():
     for most, is_packed in ((63, True), (64, False)):
         numbers = weight.numbers.clone()
         numbers[5, 7] = most
-        assert (packed.pack(weight._replace(numbers=numbers), torch.float32) is None) != is_packed
+        assert (layout.pack(weight._replace(numbers=numbers), torch.float32) is None) != is_packed
 
 
 @pytest.mark.parametrize("kinds", [["Q4_K", "Q6_K"], ["Q8_0", "F16", "Q4_1"]])
@@ -1122,7 +1124,7 @@ def test_the_memory_of_a_gguf():
     with LLM(REAL, **BFLOAT16) as llm:
         stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(REAL).tensors)
         # without AVX-512, numbers of 6 bits take 8
-        most = 1.1 if order.HAS_TABLES else 1.25
+        most = 1.1 if layout.HAS_TABLES else 1.25
         assert num_bytes(llm.engine.runner.model) < most * stored
 
 
@@ -1151,8 +1153,8 @@ def test_packed_weights_have_to_fit_the_memory(bundled, monkeypatch, quantizatio
 def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
     """While it is loaded."""
     sizes = []
-    pack = packed.pack
-    monkeypatch.setattr(packed, "pack", lambda *arguments: (
+    pack = layout.pack
+    monkeypatch.setattr(layout, "pack", lambda *arguments: (
         sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta)),
         pack(*arguments))[1])
     place = modules.Loading.place

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine_extras.cpu import compiling
-from nanoengine_extras.models.quantized import bitsandbytes_files, formulas, packed
+from nanoengine_extras.models.quantized import bitsandbytes_files, formulas
+from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.models.quantized.stored import Index
 
 NF4 = torch.tensor([
@@ -97,7 +98,7 @@ def test_tokens_are_those_of_the_model(make_4_bits, kind, is_nested):
     assert generated(folder, max_num_batched_tokens=24, max_num_seqs=2) == expected(model)
     assert generated(folder, kernels=False) == expected(model)
     with LLM(folder, **OPTIONS) as llm:
-        assert len(linears_of(llm)) == (8 if packed.HAS_TABLES else 0)
+        assert len(linears_of(llm)) == (8 if layout.HAS_TABLES else 0)
         layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
 
@@ -123,7 +124,7 @@ def test_blocks_that_go_on_in_the_next_row(make_4_bits, caplog):
     assert "some matrices are dequantized" in caplog.text
 
 
-@pytest.mark.skipif(not packed.HAS_TABLES, reason="other CPUs have no packed form of it")
+@pytest.mark.skipif(not layout.HAS_TABLES, reason="other CPUs have no packed form of it")
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_have_the_bits_of_dequantized_weights(kind, dtype):
@@ -132,7 +133,6 @@ def test_products_have_the_bits_of_dequantized_weights(kind, dtype):
         torch.randint(16, (192, 512), dtype=torch.uint8), torch.rand(192, 8),
         groups=torch.arange(512) // 64, bits=4, values=TABLES[kind])
     compare_products([weight], dtype, (1, 2, 3, 5, 7, 40), bias=torch.randn(192))
-    assert packed.pack(weight, torch.bfloat16, by_sums=True) is None
 
 
 def test_a_part_is_missing(make_4_bits):
@@ -162,12 +162,6 @@ def test_names_of_other_tensors(make_4_bits):
     opened = bitsandbytes_files.open_bitsandbytes(Index(files), files[0])
     opened |= bitsandbytes_files.open_bitsandbytes(Index(files), files[1])
     assert {name for name in opened} == {*model.state_dict()}
-
-
-def test_sums_are_refused(make_4_bits):
-    folder, _ = make_4_bits("nf4")
-    with pytest.raises(ValueError, match="must be without '_sums' for bitsandbytes"):
-        LLM(folder, quantization="bitsandbytes_sums", **OPTIONS)
 
 
 # ---------------------------------------------------------------------------------------- INT8
@@ -222,9 +216,3 @@ def test_damaged_int8(make_8_bits, architecture, end, value, message):
 def test_damaged_scales_of_int8(tmp_path):
     parts = dict(weight=torch.ones(64, 32, dtype=torch.int8), SCB=torch.rand(64))
     check_damages(tmp_path, dict(quant_method="bitsandbytes"), parts, ["SCB"])
-
-
-def test_int8_has_no_sums(make_8_bits):
-    folder, _ = make_8_bits()
-    with pytest.raises(ValueError, match="must be without '_sums' for bitsandbytes"):
-        LLM(folder, quantization="bitsandbytes_sums", **OPTIONS)

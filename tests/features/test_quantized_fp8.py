@@ -19,7 +19,8 @@ from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine_extras.models.experts import Experts
-from nanoengine_extras.models.quantized import formulas, packed
+from nanoengine_extras.models.quantized import formulas
+from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.models.quantized.modules import QuantizedLinear
 from nanoengine_extras.models.quantized.scaled_files import scaled
 
@@ -159,8 +160,8 @@ def test_every_number():
                               values=formulas.E4M3)
     assert torch.equal(weight.dequantized(), numbers.view(torch.float8_e4m3fn).float() / 2)
     for dtype in (torch.bfloat16, torch.float32):
-        part = packed.pack(weight, dtype)
-        found = packed.rows_of(part, torch.arange(64), 256, dtype)
+        part = layout.pack(weight, dtype)
+        found = layout.rows_of(part, torch.arange(64), 256, dtype)
         assert torch.equal(found, weight.dequantized())
         linear: Any = torch.nn.Linear(256, 64, bias=False)
         linear.__class__ = QuantizedLinear
@@ -175,7 +176,7 @@ def test_what_is_no_number_has_no_packed_form():
     numbers = torch.full((64, 128), 127, dtype=torch.uint8)
     weight = formulas.Grouped(numbers, torch.ones(64, 1), groups=torch.zeros(128).long(),
                               values=formulas.E4M3)
-    assert packed.pack(weight, torch.bfloat16) is None and weight.dequantized().isnan().all()
+    assert layout.pack(weight, torch.bfloat16) is None and weight.dequantized().isnan().all()
 
 
 @pytest.mark.parametrize("scales", [torch.tensor([[127, 128]], dtype=torch.uint8),
@@ -220,7 +221,6 @@ def test_another_type_of_8_bits_is_refused():
 @pytest.mark.parametrize("entries, options, message", [
     (ENTRIES | dict(fmt="e5m2"), {}, "quantization_config.fmt='e5m2' .* one of .'e4m3'"),
     (ENTRIES, dict(quantization="int8"), "quantization='int8' .* None or 'fp8', since the model"),
-    (ENTRIES, dict(quantization="fp8_sums"), "'fp8_sums' .* must be without '_sums' for fp8"),
     (ENTRIES | dict(weight_block_size=[7, 7]), {},
      r"_scale_inv in .*='F32 .1, 3.' .* of shape .19, 23.")])
 def test_what_is_refused(make_fp8, entries, options, message):

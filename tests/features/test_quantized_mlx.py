@@ -183,9 +183,9 @@ def test_a_model_for_images(folder_of, tmp_path):
 
 
 @pytest.mark.parametrize("bits, options", [
-    (8, {}), (4, dict(quantization="mlx_sums")), (4, dict(kernels=False))])
+    (8, {}), (4, dict(kernels=False))])
 def test_schedules_in_bfloat16(make_mlx, bits, options):
-    """A decode of one row has the bits of a prompt, also with `_sums`."""
+    """A decode of one row has the bits of a prompt."""
     folder, _ = make_mlx(dict(bits=bits, group_size=64), "Llama")
     found = [generated(folder, **BFLOAT16 | options | schedule) for schedule in (
         {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1))]

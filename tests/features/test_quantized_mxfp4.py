@@ -13,7 +13,7 @@ import torch
 import transformers
 from conftest import greedy_reference
 from quantizing import (
-    BFLOAT16, GREEDY, OPTIONS, PROMPTS, change_config, compressed_config, generated, gguf_name,
+    GREEDY, OPTIONS, PROMPTS, change_config, compressed_config, generated, gguf_name,
     in_words)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoengine import LLM
 from nanoengine_extras.models.experts import Experts
-from nanoengine_extras.models.quantized import gguf_files, gguf_header, packed
+from nanoengine_extras.models.quantized import gguf_files, gguf_header
 from nanoengine_extras.models.quantized.modules import QuantizedLinear
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2,
@@ -227,23 +227,6 @@ def test_tokens_are_those_of_the_model(tmp_path, drawn, expected, form):
         outputs = [llm.generate([each], GREEDY, use_tqdm=False)[0] for each in PROMPTS]
         assert [output.outputs[0].token_ids for output in outputs] == expected
         assert all(layer.calls is not None for layer in layers)
-
-
-@pytest.mark.parametrize("form", WRITERS)
-def test_in_bfloat16_sums_are_scaled(tmp_path, drawn, form):
-    """The scales are powers of two, so the weight is the same; schedules do not matter."""
-    path = WRITERS[form](tmp_path, *drawn)
-    options_of_all = BFLOAT16 | dict(block_size=16)
-    found = [generated(path, **options_of_all | options) for options in (
-        {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
-        dict(quantization=f"{METHODS[form]}_sums"))]
-    assert all(each == found[0] for each in found)
-    with LLM(path, **options_of_all) as llm:
-        linears = [each for each in llm.engine.runner.model.layers.modules()
-                   if isinstance(each, QuantizedLinear)]
-        assert len(linears) == 2 * 4 * 2
-        for each in linears:
-            assert packed.form_of(each.packed_parts[0]).by_sums
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])

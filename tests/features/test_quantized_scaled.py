@@ -22,7 +22,8 @@ from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine_extras.cpu import compiling
-from nanoengine_extras.models.quantized import methods, packed
+from nanoengine_extras.models.quantized import methods
+from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.models.quantized.modules import QuantizedLinear
 from nanoengine_extras.models.quantized.scaled_files import open_scaled, scaled
 from nanoengine_extras.models.quantized.stored import Index
@@ -140,7 +141,7 @@ SLOW = ["FP8 groups", "FBGEMM", "ModelOpt FP8", "AutoRound zeros"]
 
 
 def stays_packed(name: str) -> bool:
-    return packed.HAS_TABLES or name not in WITH_TABLES
+    return layout.HAS_TABLES or name not in WITH_TABLES
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
     assert generated(folder, model_impl="transformers") == wanted
     with LLM(folder, **OPTIONS) as llm:
         # of those that are fused, one for all; one product cannot combine FP8 and others
-        count = {"mixed": 6 if packed.HAS_TABLES else 3}.get(name, 8 if stays_packed(name) else 0)
+        count = {"mixed": 6 if layout.HAS_TABLES else 3}.get(name, 8 if stays_packed(name) else 0)
         assert len(linears_of(llm)) == count
         layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
@@ -234,19 +235,6 @@ def test_in_bfloat16(make_scaled, name, caplog):
         assert torch.equal(llm.engine.runner.model.layers[1].mlp.down_proj.weight, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["W8A8", "NVFP4"])
-def test_scales_that_multiply_sums(make_scaled, name):
-    folder, model = make_scaled(name)
-    assert generated(folder, quantization="compressed-tensors_sums") == expected(model)
-
-
-def test_scales_of_fp8_cannot_multiply_sums(make_scaled):
-    folder, _ = make_scaled("FP8 dynamic")
-    with pytest.raises(ValueError, match="must be without '_sums' for compressed-tensors"):
-        LLM(folder, quantization="compressed-tensors_sums", **OPTIONS)
-
-
 def test_only_the_cache_is_quantized(tiny, tmp_path):
     folder = shutil.copytree(tiny, tmp_path / "model")
     entries = dict(quant_method="compressed-tensors", config_groups={}, kv_cache_scheme=ROUNDED)
@@ -259,8 +247,8 @@ def test_outputs_that_fill_no_block():
     numbers = torch.randint(256, (96, 64), dtype=torch.uint8)
     exponents = torch.randint(110, 125, (96, 4), dtype=torch.uint8)
     found: Any = scaled(numbers, exponents, 1, torch.arange(128) // 32)
-    part: Any = packed.pack(found, torch.float32)
-    rows = packed.rows_of(part, torch.arange(96), 128, torch.float32)
+    part: Any = layout.pack(found, torch.float32)
+    rows = layout.rows_of(part, torch.arange(96), 128, torch.float32)
     assert torch.equal(rows, found.dequantized())
 
 
@@ -303,7 +291,7 @@ def test_act_order(tmp_path, kind):
     found: Any = opened(tmp_path, entries, parts | dict(weight_g_idx=groups.int())).load()
     wanted = plain._replace(scales=torch.ones_like(plain.scales)).dequantized()
     assert torch.equal(found.dequantized(), wanted * plain.scales.float()[:, groups])
-    assert packed.pack(found, torch.float32) is None
+    assert layout.pack(found, torch.float32) is None
 
 
 @pytest.mark.parametrize("where", [[], ["quantization"], ["quantized_layers", "own"]], ids=str)

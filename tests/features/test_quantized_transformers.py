@@ -25,8 +25,9 @@ from quantizing import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine_extras.cpu import compiling  # noqa: E402
+from nanoengine_extras.cpu.packed import layout  # noqa: E402
 from nanoengine_extras.models.quantized import (  # noqa: E402
-    formulas, modules, packed, transformers_linears, transformers_modules)
+    formulas, modules, transformers_linears, transformers_modules)
 from nanoengine_extras.models.quantized.modules import (  # noqa: E402
     QuantizedEmbedding, QuantizedLinear, packed_class)
 from nanoengine_extras.models.quantized.origins import Origin  # noqa: E402
@@ -159,8 +160,7 @@ SIZES: dict[str, Any] = dict(
 
 @pytest.mark.parametrize("kind, quantization, num_programs, num_fused", [
     ("Qwen2", "int4", 2, 3), ("Qwen3Moe", "int8", 3, 9), ("Gemma", "int4", 4, 0),
-    slow("Qwen2", "int8_sums", 2, 3), slow("Qwen3Moe", "int4_sums", 3, 9),
-    slow("Llama", "int4_sums", 2, 3)])
+    slow("Qwen3Moe", "int4", 3, 9)])
 def test_one_product_computes_several_packed_linears(
         tmp_path, kind, quantization, num_programs, num_fused):
     """Queries, keys and values, with biases in Qwen2; gates and ups, also in experts. All layers
@@ -238,29 +238,6 @@ def test_what_an_origin_forgets():
     assert origin.parts is None
 
 
-def all_by_sums(llm: LLM) -> bool:
-    forms = [packed.form_of(part) for each in packed_of(llm) for part in each.packed_parts]
-    return bool(forms) and all(form.by_sums for form in forms)
-
-
-def test_scales_of_sums_are_kept_for_them(folder_of, monkeypatch):
-    # the check would compile the kernel of float32
-    monkeypatch.setattr(check, "compare", lambda *_: None)
-    with make_llm(folder_of("phi3"), quantization="int4_sums", dtype="bfloat16",
-                  attention_backend="gather") as llm:
-        assert all_by_sums(llm) and all(tokens(llm))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "phi3"])
-def test_scales_of_sums(folder_of, tmp_path, name):
-    folder = folder_of(name)
-    reference = compare.load_reference(with_weights(folder, tmp_path, rounded(folder, 4)))
-    with make_llm(folder, quantization="int4_sums") as llm:
-        assert all_by_sums(llm)
-        check_all(llm, reference)
-
-
 # how many matrices of linears, and how many embeddings, of three or four layers are packed, and how
 # many matrices are not
 PACKED = {"gemma2": (29, 1, 0), "phi3": (13, 1, 0), "olmo2": (22, 1, 0), "mixtral": (49, 1, 3),
@@ -280,7 +257,7 @@ def test_what_is_packed(folder_of, caplog, name):
         # once, though the head is the embedding, too
         parts = {id(part): part for each in [*packed_of(llm), *packed_of(llm, QuantizedEmbedding)]
                  for part in each.buffers() if part.dtype == torch.uint8}
-        forms = [packed.form_of(part) for part in parts.values()]
+        forms = [layout.form_of(part) for part in parts.values()]
         assert {form.bits for form in forms} == {4}
         is_tied = name in ("gemma2", "gemma3_text", "gpt2")
         assert len(parts) == linears + embeddings - is_tied
@@ -504,7 +481,7 @@ def test_rows_of_another_dtype_than_that_of_a_packed_weight():
     linear: Any = torch.nn.Linear(64, 32, dtype=torch.float32)
     linear.__class__ = packed_class(transformers_modules.Linear, torch.nn.Linear)
     weight = formulas.rounded(linear._parameters["weight"].detach(), 8)
-    linear.keep([packed.pack(weight, torch.float32)], [32], torch.float32)
+    linear.keep([layout.pack(weight, torch.float32)], [32], torch.float32)
     x = torch.randn(3, 64, dtype=torch.float64)
     with torch.inference_mode():
         right = x @ weight.dequantized().double().T + linear.bias.double()

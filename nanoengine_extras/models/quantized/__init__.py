@@ -3,7 +3,7 @@
 
 A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
 transformers generates with these values, on every device. On a CPU with its kernels, the numbers
-stay packed, and are expanded within products (modules.py, packed.py, kernel.py). Elsewhere the
+stay packed, and are expanded within products (modules.py, cpu/packed). Elsewhere the
 weights are dequantized when they are loaded, so they take as much memory as the dtype needs; a line
 in the log says how much.
 
@@ -40,17 +40,14 @@ from nanoengine_extras.models.quantized.stored import (
     Index, Opened, open_quantized, open_rounded)
 
 BITS = {"int8": 8, "int4": 4}
-# after the name of a method: see kernel.py
-SUMS = "_sums"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 KNOWN = (*methods.ROWS,)
 # vLLM's names of methods, most with the name of a kernel
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
           **dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt")}
 CONDITIONS: list[Condition] = [
-    ("quantization", lambda c: c.quantization.removesuffix(SUMS) in (*BITS, *KNOWN, *MARLIN),
-     f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}; with '{SUMS}', scales "
-     "multiply sums"),
+    ("quantization", lambda c: c.quantization in (*BITS, *KNOWN, *MARLIN),
+     f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}"),
     ("load_format", lambda c: c.load_format != "dummy",
      "another one with quantization={quantization!r}, since random weights are not quantized")]
 
@@ -117,8 +114,6 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         # hf_quant_config.json is empty
         return {}
     given = config.quantization or ""
-    by_sums = given.endswith(SUMS)
-    given = given.removesuffix(SUMS)
     given = MARLIN.get(given, given)
     method: Any = entries.get("quant_method", given)
     if given not in ("", method):
@@ -154,24 +149,18 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         found = {"read": partial(transformers_files.load, tensors)}
     stored, count = sizes_of(files, opened.values())
-    if by_sums and kinds & {"FP8", "4 bits", "8 bits"}:
-        raise rejected("quantization", config.quantization, f"without '{SUMS}' for {method}")
     if not stays_packed(runner):
-        if by_sums:
-            raise rejected("quantization", config.quantization, f"without '{SUMS}' unless weights "
-                           "stay packed: on a CPU with its kernels, in one process, in bfloat16 or "
-                           "float32")
         log_costs(stored, count, runner.dtype)
         return found
     check_memory(count * BITS[method] // 8 if method in BITS else stored)
     if not is_own:
         from nanoengine_extras.models.quantized.transformers_linears import load_packed
-        return {"read": partial(load_packed, tensors, by_sums), "is_packed": True}
+        return {"read": partial(load_packed, tensors), "is_packed": True}
     from nanoengine_extras.models.quantized.modules import Loading
     if runner.model_config.tie_word_embeddings and share(opened):
         # so the loader finds both
         runner.model_config.tie_word_embeddings = False
-    loading = Loading(runner.dtype, by_sums)
+    loading = Loading(runner.dtype)
     return found | {"place": loading.place, "read": loading.read}
 
 

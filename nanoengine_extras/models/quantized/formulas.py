@@ -142,12 +142,15 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Grouped:
 def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bits: int, version: int) -> Grouped:
     """(inputs * bits / 32, outputs), (groups, outputs * bits / 32), (groups, outputs).
 
-    Version 1, AutoGPTQ's, stores each zero minus 1. Unused bits fill the last word in a row.
+    Version 1 stores each zero minus 1. GPTQModel subtracts from whole words, so a zero of 0 borrows
+    from its neighbour, unless numbers have 3 bits. Unused bits fill the last word in a row.
     """
+    if version == 1 and bits != 3:
+        qzeros = qzeros + sum(1 << place for place in range(0, 32, bits))
     # 3 bits: whole numbers of words
     zeros = unpack(F.pad(qzeros, (0, -qzeros.shape[1] % bits)), bits, 1)[:, :scales.shape[1]].T
-    if version == 1:
-        zeros = zeros + 1 & 2**bits - 1
+    if version == 1 and bits == 3:
+        zeros = zeros + 1 & 7
     return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, bits=max(4, bits))
 
 

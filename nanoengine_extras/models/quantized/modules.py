@@ -1,4 +1,4 @@
-"""Linears and embeddings whose weights stay packed (packed.py), and how they are loaded.
+"""Linears and embeddings whose weights stay packed (cpu/packed), and how they are loaded.
 
 `Loading.place` puts them into a model before memory is allocated. Each tensor of a file is packed
 when it is read, so that at most one matrix exists in the model's dtype.
@@ -16,7 +16,7 @@ from nanoengine.loader import place_on
 from nanoengine_extras.cpu.compiling import bits_of_number, warn_once
 from nanoengine_extras.cpu.memory import in_huge_pages
 from nanoengine_extras.cpu.modules import GatedMLP, PackedLinear, kind_of
-from nanoengine_extras.models.quantized import kernel, order, packed
+from nanoengine_extras.cpu.packed import kernel, layout, order
 from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.stored import Stored
 
@@ -43,7 +43,7 @@ def dequantized(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.
     for part, to in zip(parts, weight.split(rows)):
         ids_of_part = torch.arange(len(to), device="cpu")
         for ids, out in zip(ids_of_part.split(ROWS), to.split(ROWS)):
-            out.copy_(packed.rows_of(part, ids, inputs, dtype))
+            out.copy_(layout.rows_of(part, ids, inputs, dtype))
     return weight
 
 
@@ -79,10 +79,10 @@ class QuantizedLinear(PackedLinear):
         for number, part in enumerate(parts):
             self.register_buffer(f"part_{number}", part, persistent=False)
         self.part_rows = rows
-        self.padding = packed.padding(self.in_features, packed.form_of(parts[0]).group, dtype)
+        self.padding = layout.padding(self.in_features, layout.form_of(parts[0]).group, dtype)
         # compiled now, not when it is first needed
-        form = packed.form_of(parts[0])
-        self.kernel = kernel.product(dtype, bool(form.by_sums), form.width == order.FLOAT8)
+        form = layout.form_of(parts[0])
+        self.kernel = kernel.product(dtype, form.width == order.FLOAT8)
         self._parameters["weight"] = without_weight(dtype)
 
     def pack(self) -> None:
@@ -100,7 +100,7 @@ class QuantizedLinear(PackedLinear):
         if self.packed_bias is None:
             none = torch.zeros(self.out_features, dtype=torch.float32, device="cpu")
             bias = none if self.bias is None else self.bias.float()
-            block = packed.form_of(self.packed_parts[0]).block
+            block = layout.form_of(self.packed_parts[0]).block
             more = -self.out_features // self.halves % block
             bias = F.pad(bias.unflatten(0, (self.halves, -1)), (0, more))
             self.packed_bias = bias.flatten()
@@ -108,7 +108,7 @@ class QuantizedLinear(PackedLinear):
         parts = []
         end = 0
         for part in self.packed_parts:
-            end += packed.blocks_of(part)
+            end += layout.blocks_of(part)
             parts += [part.data_ptr(), end]
         parts = (parts[:-1] + [END, parts[0], END, parts[0]])[:5]
         return self.kernel(
@@ -133,7 +133,7 @@ class QuantizedEmbedding(nn.Embedding):
 
     def forward(self: Any, ids: Tensor) -> Tensor:
         dtype = self._parameters["weight"].dtype
-        rows = [packed.rows_of(self.part_0, each, self.embedding_dim, dtype).to(dtype)
+        rows = [layout.rows_of(self.part_0, each, self.embedding_dim, dtype).to(dtype)
                 for each in ids.flatten().split(ROWS)]
         return torch.cat(rows).view(*ids.shape, -1)
 
@@ -141,12 +141,12 @@ class QuantizedEmbedding(nn.Embedding):
 # --------------------------------------------------------------------------------------- loading
 
 
-def in_packed_form(tensor: Stored, dtype: torch.dtype, by_sums: bool,
+def in_packed_form(tensor: Stored, dtype: torch.dtype,
                    space: Callable[[int], Tensor] = in_huge_pages) -> Tensor:
     """Reads a matrix as bytes, or if it has no packed form, as a matrix in `dtype`."""
     found = tensor.load()
     if isinstance(found, Grouped):
-        part = packed.pack(found, dtype, by_sums, space)
+        part = layout.pack(found, dtype, space)
         if part is not None:
             return part
         found = found.dequantized()
@@ -165,8 +165,8 @@ def are_one(parts: list[Tensor], rows: list[int], inputs: int, dtype: torch.dtyp
     outputs."""
     if any(part.ndim > 1 for part in parts):
         return False
-    forms = [packed.form_of(part) for part in parts]
-    kinds = {(form.by_sums, form.width == order.FLOAT8, packed.padding(inputs, form.group, dtype))
+    forms = [layout.form_of(part) for part in parts]
+    kinds = {(form.width == order.FLOAT8, layout.padding(inputs, form.group, dtype))
              for form in forms}
     follow = not is_whole or not any(count % forms[0].block for count in rows[:-1])
     return len(kinds) == 1 and follow
@@ -187,14 +187,10 @@ def packed_class(kind: Any, own: Any) -> Any:
 
 
 class Loading:
-    """Replaces modules of one model, then packs their weights.
+    """Replaces modules of one model, then packs their weights."""
 
-    by_sums: whether scales multiply the sums of groups: see kernel.py.
-    """
-
-    def __init__(self, dtype: torch.dtype, by_sums: bool) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.by_sums = by_sums
         # the last tensor: the head and the embedding can have the same, one after the other
         self.last: tuple[Any, Any] = None, None
         # by the storage of a parameter: its module, the module's own class, and the loaded parts
@@ -227,7 +223,7 @@ class Loading:
         if self.last[0] is not tensor:
             # frees it
             self.last = None, None
-            self.last = tensor, in_packed_form(tensor, self.dtype, self.by_sums)
+            self.last = tensor, in_packed_form(tensor, self.dtype)
         parts[target.storage_offset() // target.shape[1]] = self.last[1]
         rows = [*getattr(module, "parts", {own: module._parameters["weight"].shape[0]}).values()]
         if len(parts) == len(rows):

@@ -40,9 +40,9 @@ from nanoengine_extras.models.transformers_models.modules import exchange
 Places = list[tuple[Any, str]]
 
 
-def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, config: Any,
-                dtype: torch.dtype, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Like `transformers_files.load`. dtype: the model's dtype; by_sums: see kernel.py"""
+def load_packed(tensors: Opened, kind: Any, folder: object, config: Any, dtype: torch.dtype,
+                **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Like `transformers_files.load`. dtype: the model's dtype"""
     of_files, tensors = tensors, in_order(tensors, kind, config)
     # origins cannot be made in this mode
     with torch.inference_mode(False):
@@ -63,12 +63,12 @@ def load_packed(tensors: Opened, by_sums: bool, kind: Any, folder: object, confi
         given |= {name: tensors[name] for name in gone}
     check_parts(of_files, found)
     with torch.device("cpu"):
-        known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, by_sums)}
+        known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype)}
         others: dict[nn.Module, nn.Module] = {}
         for module in experts:
             jobs, are_gated = parts_of(module), extension("models.experts").are_gated(module)
             linears = in_threads(
-                partial(linear_of, SharedPages(), dtype, by_sums, are_gated), jobs)
+                partial(linear_of, SharedPages(), dtype, are_gated), jobs)
             known.update(each for parts, made in zip(jobs, linears) if isinstance(made, Linear)
                          for each in parts)
             others[module] = extension("models.experts").build(module, linears)
@@ -130,11 +130,11 @@ def in_threads(function: Callable, jobs: list) -> list:
         torch.set_num_threads(count)
 
 
-def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool, is_gated: bool,
+def linear_of(space: Callable, dtype: torch.dtype, is_gated: bool,
               tensors: list[Stored]) -> nn.Linear:
     """Returns a linear of an expert, with the rows of one matrix or of two. They are packed if one
     product can compute them all. is_gated: whether the product of gates and ups becomes SwiGLU"""
-    parts = [in_packed_form(each, dtype, by_sums, space) for each in tensors]
+    parts = [in_packed_form(each, dtype, space) for each in tensors]
     rows = [each.shape[0] for each in tensors]
     inputs = tensors[0].shape[1]
     linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")
@@ -148,7 +148,7 @@ def linear_of(space: Callable, dtype: torch.dtype, by_sums: bool, is_gated: bool
     return linear
 
 
-def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> bool:
+def fill(places: Places, tensor: Stored, dtype: torch.dtype) -> bool:
     """Gives modules their weight; returns whether all of them can use packed weights. If this
     weight has no packed form, a line in the log says so."""
     # in place of their origin: an ordinary linear has no such parameter
@@ -156,7 +156,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, by_sums: bool) -> b
     if not all(can_be_packed(module, name, dtype) for module, name in places):
         put(places, tensor.read().to(dtype))
         return False
-    weight = in_packed_form(tensor, dtype, by_sums)
+    weight = in_packed_form(tensor, dtype)
     if weight.ndim == 2:
         put(places, weight)
         return True

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoengine_extras.models.quantized import packed
+from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.models.quantized.modules import (
     QuantizedEmbedding, QuantizedLinear, are_one, packed_class)
 
@@ -53,7 +53,7 @@ class Linear(QuantizedLinear):
 
     def fuse(self) -> None:
         """Lets an MLP compute SwiGLU with the product, if ups begin with a block of their own."""
-        if self.out_features // 2 % packed.form_of(self.packed_parts[0]).block == 0:
+        if self.out_features // 2 % layout.form_of(self.packed_parts[0]).block == 0:
             vars(self).update(halves=2, is_fused=True, packed_bias=None)
 
     def in_float32(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Linear(QuantizedLinear):
         if self.halves == 2:
             # without the activation of gates
             part = self.packed_parts[0]
-            if self.part_rows[0] % packed.form_of(part).block:
+            if self.part_rows[0] % layout.form_of(part).block:
                 return F.linear(x, super().weight.float())
             whole = copy.copy(self)
             vars(whole).update(halves=1, packed_bias=None)

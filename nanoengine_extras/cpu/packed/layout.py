@@ -1,7 +1,7 @@
 """A quantized weight as a kernel reads it: numbers and scales, in blocks of outputs.
 
     header      24 int64: those of `Form`, and from the 16th on, a lookup table for 4-bit numbers:
-                16 values in float32; for sums in bfloat16, 16 such values twice
+                16 values in float32
     each block of outputs
         scales of 256 inputs, in float16, where the scales of groups are multiplied by them
         each group of inputs: a record
@@ -15,18 +15,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanoengine_extras.cpu.memory import in_huge_pages
-from nanoengine_extras.cpu.products import MOST_WORDS
+from nanoengine_extras.cpu.products import BLOCKS, MOST_WORDS
 from nanoengine_extras.cpu.vectors import LANES
-from nanoengine_extras.models.quantized.formulas import Grouped
-from nanoengine_extras.models.quantized.order import (
-    FLOAT8, HAS_TABLES, LOWER, UPPER, block_of, orders_of, place)
+from nanoengine_extras.cpu.packed.order import (
+    FLOAT8, HAS_TABLES, LOWER, UPPER, orders_of, place)
 
 # the numbers of a header, and the byte where its table begins
 HEADER, TABLE = 24, 8 * 16
@@ -49,7 +48,7 @@ class Form(NamedTuple):
     storage: how scales are stored; zero: the zero of all groups, unless they have_zeros.
     nested: how many groups a super-block has; 0: there are no super-blocks.
     begin, size: bytes of a block before the first record, and in all.
-    block: outputs of a block; by_sums: the order of the numbers is that of sums.py.
+    block: outputs of a block.
     width: the bits that a stored number needs: 4, 5, 6 or 8; FLOAT8. See LOWER in order.py.
     has_table: whether numbers are only indices into a table.
     """
@@ -66,7 +65,6 @@ class Form(NamedTuple):
     begin: int
     size: int
     block: int
-    by_sums: int
     width: int
     has_table: int
 
@@ -76,15 +74,9 @@ def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
     return -inputs % max(group, LANES * 4 // dtype.itemsize)
 
 
-def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
+def pack(weight: Any, dtype: torch.dtype,
          space: Callable[[int], Tensor] = in_huge_pages) -> Tensor | None:
-    """Returns a weight as bytes, or None if there is no such form of it.
-
-    by_sums: whether sums.py multiplies it; otherwise expanding.py. space: gives memory
-
-    Scales that are powers of two always use sums.py in bfloat16: the weight is the same, and small
-    batches are faster.
-    """
+    """Returns a weight as bytes, or None if there is no such form of it. space: gives memory"""
     if weight.numbers.shape[1] * dtype.itemsize > 4 * MOST_WORDS:
         return None
     has_floats = weight.bits == 8 and weight.values is not None
@@ -95,12 +87,7 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
         weight = weight.without_table()
         if weight.values is not None:
             return None
-    by_sums |= weight.scales.dtype == torch.float8_e8m0fnu and dtype == torch.bfloat16
-    by_sums &= not has_floats
-    table = table_of(None if has_floats else weight.values, dtype, by_sums)
-    if table is None:
-        return None
-    block = block_of(dtype, by_sums)
+    block = BLOCKS[dtype]
     outputs, inputs = weight.numbers.shape
     size = weight.group_size()
     group = next((each for each in (128, 64, 32, 16) if size and size % each == 0), 0)
@@ -125,33 +112,26 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
 
     groups = (inputs + more[0]) // group
     zero = weight.zero()
-    middle = 2 ** (weight.bits - 1)
     # what is added to all numbers
     added = weight.middle()
     least, most = (int(each) + added for each in weight.numbers.aminmax())
     if weight.values is not None:
-        # nothing is added to the weights of a group: see `group_and_shift` in sums.py
-        zero = middle if by_sums else 0
-    elif by_sums and isinstance(zero, int) and -middle <= least - zero <= most - zero < middle:
-        # the one zero of all groups is moved to the middle, where all numbers fit
-        added += middle - zero
-        least, most, zero = least + middle - zero, most + middle - zero, middle
+        zero = 0
     width = FLOAT8 if has_floats else weight.bits
     # the one zero of all groups can be moved, where something is added to weights anyway
-    can_move = HAS_TABLES and isinstance(zero, int) and by_sums == (lows is not None)
+    can_move = HAS_TABLES and isinstance(zero, int) and lows is None
     widths, moved = (6, 5) if HAS_TABLES else (6,), 0
     for few in widths if width == 8 else ():
-        first = middle - 2 ** (few - 1) if by_sums else 0
-        move = first - least if can_move else 0
-        fits = first <= least + move <= most + move < first + 2**few
+        move = -least if can_move else 0
+        fits = 0 <= least + move <= most + move < 2**few
         # the zero times a scale of 18 bits must be exact
-        fits &= by_sums or not move or abs(int(zero) + move) <= 64
+        fits &= not move or abs(int(zero) + move) <= 64
         # the upper bits of an output's group fill whole words
         if fits and group * UPPER[few] % 32 == 0:
             width, moved = few, move
     added, zero = added + moved, zero + moved
     # expanding.py adds either lows or zeros; to numbers of 8 bits, a difference
-    if lows is not None and not by_sums and (zero != 0 or width == 8 and (
+    if lows is not None and (zero != 0 or width == 8 and (
             weight.above or not is_exact(lows.double() - 256 * scales.double()))):
         return None
     heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
@@ -165,19 +145,20 @@ def pack(weight: Grouped, dtype: torch.dtype, by_sums: bool = False,
     form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
                 lows is not None, 0 if isinstance(zero, Tensor) else zero,
                 ABOVE // group if above else 0, begin, begin + groups * record, block,
-                by_sums, width, weight.values is not None)
+                width, weight.values is not None)
     blocks = (outputs + more[1]) // block
     packed = space(8 * HEADER + blocks * form.size)
     packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
+    values = None if has_floats else weight.values
+    table = torch.arange(16, dtype=torch.float32, device="cpu") if values is None else values
     packed[TABLE:8 * HEADER] = table.view(torch.uint8)
     written = packed[8 * HEADER:].view(blocks, form.size)
     if above:
         written[:, :begin] = torch.cat(above, 2).flatten(1)
     records = written[:, begin:].unflatten(1, (groups, record))
     records[:, :, :head] = torch.cat(heads, 2)
-    added += middle if by_sums else 0
     below = 0
-    for bits, order in orders_of(group, width, dtype, by_sums):
+    for bits, order in orders_of(group, width, dtype):
         end = head + block * group * bits // 8
         place(weight.numbers, order, records[:, :, head:end], group, added, below)
         head, below = end, below + bits
@@ -202,20 +183,6 @@ def is_exact(numbers: Tensor) -> bool:
     return torch.equal(numbers.float().double(), numbers)
 
 
-def table_of(values: Tensor | None, dtype: torch.dtype, by_sums: bool) -> Tensor | None:
-    """Returns the lookup table of stored 4-bit numbers, or None if the dtype of sums cannot
-    represent it. values: the table of the numbers; None: they are the values"""
-    numbers = torch.arange(16, dtype=torch.float32, device="cpu")
-    if not by_sums:
-        return numbers if values is None else values
-    # a stored number is the number minus 8, with a sign
-    table = (numbers - 8 if values is None else values).roll(8)
-    if dtype == torch.float32:
-        return table
-    halves = table.bfloat16()
-    return halves.repeat(2) if torch.equal(halves.float(), table) else None
-
-
 def form_of(packed: Tensor) -> Form:
     return Form(*packed[:8 * len(Form._fields)].view(torch.int64).tolist())
 
@@ -230,7 +197,7 @@ def places(form: Form, dtype: torch.dtype) -> list[tuple[int, Tensor, Tensor]]:
     bits it has, its byte in a record, and its first bit in that byte; the last two are (outputs of
     a block, inputs)."""
     found, begin = [], form.head
-    for bits, order in orders_of(form.group, form.width, dtype, bool(form.by_sums)):
+    for bits, order in orders_of(form.group, form.width, dtype):
         first = bits * order.argsort().view(form.block, -1)
         found.append((bits, begin + first // 8, (first % 8).to(torch.uint8)))
         begin += len(order) * bits // 8
@@ -261,12 +228,9 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
     if form.width == FLOAT8:
         weight = found.view(torch.float8_e4m3fn).float()
     elif form.has_table:
-        table = packed[TABLE:8 * HEADER].view(dtype if form.by_sums else torch.float32)
-        weight = table[found.int()].float()
+        weight = packed[TABLE:8 * HEADER].view(torch.float32)[found.int()]
     else:
-        # with sums, numbers minus the middle are stored, with a sign
-        half, middle = (2 ** (width - 1), 2 ** (form.bits - 1)) if form.by_sums else (0, 0)
-        weight = (found ^ half).float() + (middle - half - form.zero)
+        weight = found.float() - form.zero
     scales = find(records, 0, size, kind)
     lows = find(records, size * block, size, kind) if form.has_lows else None
     if form.nested:

@@ -11,9 +11,8 @@ from itertools import chain
 from llvmlite import ir
 
 from nanoengine_extras.cpu.vectors import FLOATS, LANES, WORDS, call, has, opened, rounded, same
-from nanoengine_extras.models.quantized.order import HAS_TABLES, LOWER, UPPER
+from nanoengine_extras.cpu.packed.order import UPPER
 
-BYTES = ir.VectorType(ir.IntType(8), LANES)
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
 HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
 
@@ -28,18 +27,10 @@ def load_words(builder, data, place):
     return builder.load(start, align=4)
 
 
-def floats_of(builder, words, bits, has_sign):
+def floats_of(builder, words, bits):
     """The numbers of some words, from the lowest bits up, in float32."""
-    drop = builder.ashr if has_sign else builder.lshr
     numbers = [builder.shl(words, same(WORDS, above)) for above in range(32 - bits, -1, -bits)]
-    return [builder.sitofp(drop(each, same(WORDS, 32 - bits)), FLOATS) for each in numbers]
-
-
-def bytes_of(builder, data, place):
-    """The numbers of four vectors of bytes, with a sign, in float32."""
-    start = builder.bitcast(at_vector(builder, data, place), BYTES.as_pointer())
-    numbers = [builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4) for i in range(4)]
-    return [builder.sitofp(builder.sext(each, WORDS), FLOATS) for each in numbers]
+    return [builder.sitofp(builder.lshr(each, same(WORDS, 32 - bits)), FLOATS) for each in numbers]
 
 
 def looked_up(builder, words, table):
@@ -86,43 +77,30 @@ def in_bytes(builder, data, place, upper, shift, width):
                           builder.and_(more, same(WORDS, 0xF0F0F0F0)))
 
 
-def pairs_of(builder, words, width, has_sign, table):
-    """The numbers of some words, as words of two numbers in bfloat16.
-
-    width: 4, or 5 or 6 in bytes; has_sign: of 5 or 6 bits
-    table: of 4 bits, 16 numbers twice, since an index also has a fifth bit, of the number above
-    """
-    own = [builder.bitcast(table, PAIRS)]
-    first, *others = own if width == 4 else bfloat16_table(width, has_sign)
+def pairs_of(builder, words, width):
+    """The numbers of 5 or 6 bits of some bytes, as words of two numbers in bfloat16."""
+    first, *others = bfloat16_table(width)
     name = "vpermi2var" if others else "permvar"
-    for shift in range(0, 16, 4 if width == 4 else 8):
+    for shift in (0, 8):
         # the instruction reads only the five lowest bits of an index, or six with two registers
         index = builder.lshr(builder.bitcast(words, PAIRS), ir.Constant(PAIRS, [shift] * 32))
         found = call(builder, f"llvm.x86.avx512.{name}.hi.512", PAIRS, first, index, *others)
         yield builder.bitcast(found, WORDS)
 
 
-def bfloat16_table(width, has_sign):
+def bfloat16_table(width):
     """A lookup table for numbers of 5 or 6 bits, in bfloat16, in one or two registers."""
-    below = 2 ** (width - has_sign)
-    numbers = [number if number < below else number - 2**width for number in range(2**width)]
-    halves = [struct.unpack("<HH", struct.pack("<f", number))[1] for number in numbers]
+    halves = [struct.unpack("<HH", struct.pack("<f", number))[1] for number in range(2**width)]
     return [ir.Constant(PAIRS, halves[i:i + 32]) for i in range(0, len(halves), 32)]
 
 
-def opened_pairs(builder, *numbers):
-    """The same numbers in float32, from the lowest bits of words up. numbers: as in `pairs_of`"""
-    pairs = [opened(builder, found) for found in pairs_of(builder, *numbers)]
+def opened_pairs(builder, words, width):
+    """The same numbers in float32, from the lowest bits of words up."""
+    pairs = [opened(builder, found) for found in pairs_of(builder, words, width)]
     return [*chain(*zip(*pairs))]
 
 
 # ----------------------------------------------------------------- words that are multiplied
-
-
-def joined(builder, lower, upper):
-    """Words of two numbers in bfloat16. These are exact: the lower bits of float32 are 0."""
-    lower, upper = [builder.bitcast(side, WORDS) for side in (lower, upper)]
-    return builder.bitcast(builder.or_(builder.lshr(lower, same(WORDS, 16)), upper), FLOATS)
 
 
 def in_turn(builder, left, right):
@@ -135,32 +113,10 @@ def in_turn(builder, left, right):
     return builder.bitcast(builder.shuffle_vector(*halves, order), FLOATS)
 
 
-def in_words(builder, numbers, per_word, join):
+def in_words(builder, numbers, per_word):
     """The words that are multiplied: of one float32 number, or of one of the first half of some
     numbers and one of the others."""
     if per_word == 1:
         return numbers
     half = len(numbers) // 2
-    return [join(builder, *pair) for pair in zip(numbers[:half], numbers[half:])]
-
-
-def whole_numbers(builder, data, place, upper, shift, table, width, per_word):
-    """The numbers of 16 packed words, with a sign, as the words that are multiplied.
-
-    upper, shift: see `in_bytes`
-    """
-    if width == 8:
-        return in_words(builder, bytes_of(builder, data, place), per_word, in_turn)
-    vectors = [load_words(builder, data, place)]
-    if UPPER[width]:
-        vectors = [*in_bytes(builder, data, place, upper, shift, width)]
-    if HAS_TABLES and per_word == 2:
-        return [builder.bitcast(pairs, FLOATS) for each in vectors
-                for pairs in pairs_of(builder, each, width, True, table)]
-    if UPPER[width]:
-        return [number for each in vectors
-                for number in opened_pairs(builder, each, width, True, table)]
-    if HAS_TABLES:
-        return [*looked_up(builder, *vectors, table)]
-    numbers = floats_of(builder, *vectors, LOWER[width], True)
-    return in_words(builder, numbers, per_word, joined)
+    return [in_turn(builder, *pair) for pair in zip(numbers[:half], numbers[half:])]

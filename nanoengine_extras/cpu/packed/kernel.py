@@ -1,10 +1,5 @@
 """Matrix products with a packed weight (packed.py), for a CPU, fused with the operations around
-them.
-
-    weights.py      each number becomes a weight, which is multiplied
-    sums.py         numbers are multiplied, and then the sums of each group by its scale
-
-With either of the two, a row has the same bits whatever other rows there are.
+them. A row has the same bits whatever other rows there are: see weights.py.
 """
 
 import functools
@@ -14,14 +9,13 @@ import numpy as np
 import torch
 
 from nanoengine_extras.cpu.compiling import compile_kernel, take_tasks
-from nanoengine_extras.cpu.products import COPY, MOST_ROWS, PART, SLICE, STEP, SUMS, norm_row, write_block
+from nanoengine_extras.cpu.products import (
+    BLOCKS, COPY, MOST_ROWS, PART, SLICE, STEP, SUMS, norm_row, write_block)
 from nanoengine_extras.cpu.tiles import HAS_TILES, TILE_SIZES, begin_tiles, end_tiles
 from nanoengine_extras.cpu.vectors import (
     DTYPES, LANES, array_at, copy_rows, has, inlined, numbers_at, stack)
-from nanoengine_extras.models.quantized.expanding import COLUMNS, FEW
-from nanoengine_extras.models.quantized.order import block_of
-from nanoengine_extras.models.quantized.sums import UNIT, UNITS, add_by_sums, sum_units
-from nanoengine_extras.models.quantized.weights import (
+from nanoengine_extras.cpu.packed.expanding import COLUMNS, FEW
+from nanoengine_extras.cpu.packed.weights import (
     add_count, add_few, add_floats, add_many, expand, expand_floats)
 
 
@@ -37,20 +31,19 @@ def part_of(parts, number):
 
 
 @functools.cache
-def product(dtype: torch.dtype, by_sums: bool = False, has_floats: bool = False) -> Callable:
+def product(dtype: torch.dtype, has_floats: bool = False) -> Callable:
     """kernel(norm, bias, words, outputs, halves, eps_bits, x, residual, out, rows, *parts)
 
     As `products.product`, except for the weight. parts: for each of three parts of the weight, its
     address and the number of the first block after it; the third has no such number. With two
     halves, the second begins with its own block.
 
-    by_sums: whether scales multiply the sums of groups (sums.py), and not each number (weights.py)
     has_floats: whether the numbers are FP8, and not whole ones or those of a table
     """
     uint = DTYPES[dtype]
     per_word = 4 // dtype.itemsize
-    block_size = block_of(dtype, by_sums)
-    on_tiles = HAS_TILES and dtype == torch.bfloat16 and not by_sums
+    block_size = BLOCKS[dtype]
+    on_tiles = HAS_TILES and dtype == torch.bfloat16
     few = FEW if block_size == COLUMNS * LANES and has("avx512f") else 0
     step = 2 * LANES if on_tiles else STEP
 
@@ -75,7 +68,6 @@ def product(dtype: torch.dtype, by_sums: bool = False, has_floats: bool = False)
         copy = array_at(space, COPY, np.float32)
         lines = array_at(stack(SLICE), SLICE, np.uint32)
         sums = array_at(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
-        units = array_at(stack(UNITS), UNITS if by_sums else 0, np.float32)
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])
         for task in take_tasks(tasks, -(-tasks // (8 * threads)), arguments_at):
@@ -84,24 +76,18 @@ def product(dtype: torch.dtype, by_sums: bool = False, has_floats: bool = False)
             if copied != begin:
                 copied = begin
                 copy_rows(x[begin * words:], words, copy, line, size, words // LANES)
-                for r in range(size):
+                for r in range(size if norm_at else 0):
                     row = array_at(space, COPY * per_word, uint)[r * line * per_word:]
-                    if norm_at:
-                        norm_row(row, norm, eps_bits)
-                    if by_sums:
-                        sum_units(row, words * per_word, units[r * (words * per_word // UNIT):])
+                    norm_row(row, norm, eps_bits)
             for half in range(halves):
                 part, number = part_of(parts, half * blocks + block)
                 own = bias[(half * blocks + block) * block_size:]
                 copy_rows(own, 0, sums[half], block_size, -(-size // step) * step,
                           block_size // LANES)
                 here = sums[half, :size]
-                if by_sums:
-                    add_by_sums(part, number, copy, line, words, units, here, lines, size <= few,
-                                per_word)
                 # chosen here: a kernel with a function among its free variables would be compiled
                 # anew in each process
-                elif size <= few and has_floats:
+                if size <= few and has_floats:
                     add_few(add_floats, part, number, copy, line, words, here.ravel(), per_word,
                             size)
                 elif size <= few:

@@ -10,7 +10,7 @@ from numba import njit
 from torch import Tensor
 
 from nanoengine_extras.cpu.compiling import compile_cached
-from nanoengine_extras.cpu.products import BLOCK, BLOCKS
+from nanoengine_extras.cpu.products import BLOCKS
 from nanoengine_extras.cpu.vectors import LANES, has
 
 # the width of numbers in floating point: see `packed.Form`
@@ -24,45 +24,34 @@ UPPER = (0, 0, 0, 0, 0, 1, 2, 0, 0, 0) if HAS_TABLES else (0,) * 10
 ARGUMENTS = "void(uint8[:, ::1], uint16[::1], uint8[:, :, :], int64, uint8, uint8)"
 
 
-def block_of(dtype: torch.dtype, by_sums: bool) -> int:
-    """Returns how many outputs a block has."""
-    return BLOCK if by_sums else BLOCKS[dtype]
-
-
-def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype,
-             by_sums: bool) -> Tensor:
+def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype) -> Tensor:
     """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored.
 
     A vector has 16 numbers: of 16 outputs; in bfloat16, of two inputs of 8 outputs, interleaved, or
     of the other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs,
-    then of the others. With sums, a vector of 8-bit numbers is 16 bytes, and a vector of smaller
-    numbers has the first inputs of 16 outputs, or the second ones.
+    then of the others. A vector of FP8 numbers is 16 bytes.
     """
-    block, per_word = block_of(dtype, by_sums), 4 // dtype.itemsize
+    block, per_word = BLOCKS[dtype], 4 // dtype.itemsize
     x = numbers.unflatten(1, (-1, group // per_word, per_word))
-    if by_sums and width < 8:
-        x = x.unflatten(0, (-1, block // LANES, LANES)).permute(0, 3, 4, 5, 1, 2)
-    else:
-        x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
-        x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
+    x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
+    x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
     # blocks, groups, words of a row, halves of a word, vectors of a block, lanes. A word has 8
     # numbers of 4 bits, or 4 bytes; here, numbers of 5 and 6 bits count as bytes
     x = x.unflatten(2, (-1, (8 if width == 4 else 4) // per_word))
-    are_vectors = width == FLOAT8 or (by_sums and width == 8)
-    return x.permute((0, 1, 2, 5, 4, 3, 6) if are_vectors else (0, 1, 2, 5, 6, 4, 3)).flatten(2)
+    order = (0, 1, 2, 5, 4, 3, 6) if width == FLOAT8 else (0, 1, 2, 5, 6, 4, 3)
+    return x.permute(order).flatten(2)
 
 
 @functools.cache
-def order_of(group: int, width: int, dtype: torch.dtype, by_sums: bool) -> Tensor:
+def order_of(group: int, width: int, dtype: torch.dtype) -> Tensor:
     """Returns which number of a group, of all outputs of a block, is in each place: the number of
     the output times `group`, plus that of the input."""
-    block = block_of(dtype, by_sums)
+    block = BLOCKS[dtype]
     numbers = torch.arange(block * group, device="cpu").view(block, -1)
-    return in_order(numbers, group, width, dtype, by_sums).flatten()
+    return in_order(numbers, group, width, dtype).flatten()
 
 
-def orders_of(group: int, width: int, dtype: torch.dtype,
-              by_sums: bool) -> list[tuple[int, Tensor]]:
+def orders_of(group: int, width: int, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
     """Returns the parts that numbers consist of, the lower one first: how many bits each has, and
     the order in which they are stored.
 
@@ -70,10 +59,10 @@ def orders_of(group: int, width: int, dtype: torch.dtype,
     vectors of 64 bytes, with a number in each. A stored vector has the parts of 8 / bits such
     vectors: byte i has those of byte i of each, the first vector's in its lowest bits.
     """
-    order = order_of(group, width, dtype, by_sums)
+    order = order_of(group, width, dtype)
     if not UPPER[width]:
         return [(LOWER[width], order)]
-    across = block_of(dtype, by_sums) // LANES, 4 * LANES
+    across = BLOCKS[dtype] // LANES, 4 * LANES
     return [(bits, order.view(-1, 8 // bits, *across).permute(0, 2, 3, 1).flatten())
             for bits in (LOWER[width], UPPER[width])]
 

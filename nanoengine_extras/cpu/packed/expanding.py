@@ -15,16 +15,15 @@ from numba import types
 from nanoengine_extras.cpu.vectors import (
     FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
     same, store, vector)
-from nanoengine_extras.models.quantized.order import FLOAT8, HAS_TABLES, LOWER, UPPER
-from nanoengine_extras.models.quantized.packed import ANY, EXPONENT, FLOAT, NESTED, TABLE
-from nanoengine_extras.models.quantized.whole_numbers import (
-    at_vector, floats_of, in_bytes, in_turn, in_words, load_words, looked_up, opened_pairs,
-    small_floats, whole_numbers)
+from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
+from nanoengine_extras.cpu.packed.layout import ANY, EXPONENT, FLOAT, NESTED, TABLE
+from nanoengine_extras.cpu.packed.numbers import (
+    at_vector, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
+    small_floats)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
-# how many vectors of outputs are multiplied at once with one row; with more rows, two are, or four
-# if numbers are not expanded
+# how many vectors of outputs are multiplied at once with one row; with more rows, two are
 COLUMNS = 4
 # few rows take little time, so the weight is prefetched this many words before it is needed
 SOON = 2**11
@@ -93,7 +92,7 @@ def weights_of(builder, data, place, upper, shift, table, scales, width, per_wor
     """
     if UPPER[width]:
         vectors = in_bytes(builder, data, place, upper, shift, width)
-        found = [opened_pairs(builder, each, width, False, table) for each in vectors]
+        found = [opened_pairs(builder, each, width) for each in vectors]
         return [word for numbers in found for word in scaled(builder, numbers, scales, per_word)]
     words = load_words(builder, data, place)
     if width == 4 and HAS_TABLES:
@@ -103,7 +102,7 @@ def weights_of(builder, data, place, upper, shift, table, scales, width, per_wor
     elif width == FLOAT8:
         numbers = [*small_floats(builder, data, place)]
     else:
-        numbers = floats_of(builder, words, LOWER[width], False)
+        numbers = floats_of(builder, words, LOWER[width])
     return scaled(builder, numbers, scales, per_word)
 
 
@@ -115,7 +114,7 @@ def scaled(builder, numbers, scales, per_word):
         scale, added = [builder.load(at_vector(builder, scales, half + part * LANES))
                         for part in range(2)]
         weights.append(call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added))
-    return in_words(builder, weights, per_word, in_turn)
+    return in_words(builder, weights, per_word)
 
 
 def add_words(builder, rows, line, words, sums, first, per_word, count):
@@ -157,23 +156,6 @@ def store_weights(builder, lines, to, pitch, data, place, upper, shift, table, s
     """Stores the weights of 16 packed words, each vector of them `pitch` words after the last."""
     weights = weights_of(builder, data, place, upper, shift, table, scales, width, per_word)
     store_words(builder, lines, to, pitch, weights)
-
-
-@instruction(types.void, constants=3)
-def add_numbers(builder, rows, line, data, place, upper, shift, table, sums, width, per_word,
-                count):
-    """Adds the products of `count` rows with some vectors of whole numbers to their sums."""
-    for i in range(COLUMNS if count == 1 or width < 8 else 2):
-        places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
-        words = whole_numbers(builder, data, *places, shift, table, width, per_word)
-        add_words(builder, rows, line, words, sums, i * count * LANES, per_word, count)
-
-
-@instruction(types.void, constants=2)
-def store_numbers(builder, lines, to, pitch, data, place, upper, shift, table, width, per_word):
-    """Stores the numbers of 16 packed words, each vector of them `pitch` words after the last."""
-    words = whole_numbers(builder, data, place, upper, shift, table, width, per_word)
-    store_words(builder, lines, to, pitch, words)
 
 
 # ---------------------------------------------------------------------- scales

@@ -2,7 +2,7 @@
 
     few rows, on registers of AVX-512      some words are expanded and multiplied at once
     more rows, on tiles, with AVX2         a slice is expanded into the L1 cache, and multiplied
-                                           as `nanoengine_extras/cpu/products.py` does it
+                                           as `nanoengine_extras.cpu/products.py` does it
 
 A result has the same bits as the product with a weight that was dequantized first, and rounded to
 the dtype of the rows.
@@ -11,11 +11,12 @@ the dtype of the rows.
 import numpy as np
 
 from nanoengine_extras.cpu.products import BLOCK, SLICE, STEP, add_step
-from nanoengine_extras.cpu.vectors import LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack
-from nanoengine_extras.models.quantized.expanding import (
+from nanoengine_extras.cpu.vectors import (
+    LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack)
+from nanoengine_extras.cpu.packed.expanding import (
     COLUMNS, FEW, SCALES, SOON, add_weights, find_upper, open_scales, store_weights, table_of)
-from nanoengine_extras.models.quantized.order import FLOAT8, HAS_TABLES, LOWER, UPPER
-from nanoengine_extras.models.quantized.packed import ANY, HEADER
+from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
+from nanoengine_extras.cpu.packed.layout import ANY, HEADER
 
 # sums of two vectors of outputs
 HELD = 2 * FEW * LANES
@@ -93,7 +94,7 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
 
 @inlined(inline="always")
 def expand(part, number, first, depth, lines, block_size, per_word):
-    width = numbers_at(part, 14)[13]
+    width = numbers_at(part, 13)[12]
     if width == 8:
         return expand_groups(part, number, first, depth, lines, block_size, 8, per_word)
     if width == 6:
@@ -115,7 +116,7 @@ def add_floats(part, number, rows, line, size_of_row, sums, per_word, count):
 
 @inlined(inline="always")
 def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
-    width = numbers_at(part, 14)[13]
+    width = numbers_at(part, 13)[12]
     if width == 8:
         add_groups(part, number, rows, line, size_of_row, sums, 8, per_word, count)
     elif width == 6:

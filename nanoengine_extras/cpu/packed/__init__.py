@@ -1,0 +1,10 @@
+"""Products with weights whose numbers stay packed: of 4, 5, 6 or 8 bits, or FP8, in groups of
+inputs that share a scale. It knows no file format and no engine.
+
+    layout.py       numbers and scales as bytes, in the order in which kernels read them
+    order.py        the order of the numbers in it
+    kernel.py       the product, fused with the operations around it
+    weights.py      blocks of a weight are expanded and multiplied
+    expanding.py    numbers become weights, in LLVM IR
+    numbers.py      packed words become numbers, in LLVM IR
+"""

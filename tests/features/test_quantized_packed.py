@@ -1,0 +1,60 @@
+"""Packed weights: products have the bits of those with dequantized weights."""
+
+import pytest
+import torch
+from quantizing import PACKED, compare_products, draw
+
+from nanoengine_extras.cpu.packed import layout
+from nanoengine_extras.models.quantized import formulas
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def mxfp4(outputs: int, inputs: int, least: int = 120) -> formulas.Grouped:
+    """Random numbers of 4 bits in floating point, with exponents from the given one on."""
+    numbers = torch.randint(16, (outputs, inputs), dtype=torch.uint8)
+    exponents = torch.randint(least, 129, (outputs, inputs // 32), dtype=torch.uint8)
+    found = formulas.mxfp4(numbers, exponents)
+    return found._replace(groups=torch.arange(inputs) // 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_that_are_powers_of_two(dtype):
+    compare_products([mxfp4(192, 512)], dtype, (1, 2, 3, 4, 9, 40))
+
+
+def test_the_smallest_exponents_are_kept():
+    """2^-127 and 2^-128 are no normal float32 numbers."""
+    weight = mxfp4(64, 128, least=0)
+    assert weight.scales.dtype == torch.float32 and weight.scales.min() < 2.0**-126
+    part = layout.pack(weight, torch.bfloat16)
+    found = layout.rows_of(part, torch.arange(64), 128, torch.bfloat16)
+    assert torch.equal(found, weight.dequantized())
+
+
+@pytest.mark.parametrize("least, most, group, zero, width", [
+    (-16, 15, 32, None, 5), (-32, 31, 16, None, 6), (40, 71, 32, None, 5), (-33, 31, 32, None, 8),
+    (0, 31, 32, 16, 5), (0, 63, 16, 40, 6), (0, 64, 32, 40, 8)])
+def test_weights_of_5_or_6_bits(least, most, group, zero, width):
+    kind = torch.int8 if zero is None else torch.uint8
+    numbers = torch.randint(least, most + 1, (70, 256), dtype=kind)
+    numbers[5, 7], numbers[60, 9] = least, most
+    scales = torch.rand(70, 256 // group).half()
+    zeros = None if zero is None else torch.full(scales.shape, zero, dtype=torch.uint8)
+    weight = formulas.Grouped(numbers, scales, zeros, torch.arange(256) // group)
+    for dtype in DTYPES:
+        form = layout.form_of(layout.pack(weight, dtype))
+        assert form.width == width if layout.HAS_TABLES else form.width in (6, 8)
+        compare_products([weight], dtype, (1, 2, 4, 9))
+
+
+@pytest.mark.parametrize("least, width", [(-32, 6), (-64, 6), (-65, 8), (-127, 8)])
+def test_a_zero_that_is_moved_stays_small(least, width):
+    """With scales of 18 bits, products with a larger zero would be rounded."""
+    weight = draw(70, 256, *PACKED["Q6_K"])
+    numbers = torch.randint(least, least + 32, (70, 256), dtype=torch.int8)
+    numbers[3, 5] = least
+    weight = weight._replace(numbers=numbers)
+    form = layout.form_of(layout.pack(weight, torch.float32))
+    assert form.width == width if layout.HAS_TABLES else form.width in (6, 8)
+    compare_products([weight], torch.float32, (1, 4, 9))
