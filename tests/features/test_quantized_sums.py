@@ -252,7 +252,7 @@ def test_a_gguf_in_bfloat16(make_gguf):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_K", "Q6_K"], ["IQ2_S", "IQ3_XXS", "IQ1_S"]])
+@pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_K", "Q6_K"], ["IQ4_XS"]])
 def test_tokens_of_a_gguf(make_gguf, kinds):
     path, model = make_gguf(kinds)
     with LLM(path, quantization="gguf_sums", **OPTIONS) as llm:
