@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
 
 from nanoengine.errors import naming, rejected
+from nanoengine_extras.models.quantized.gguf_header import ends_of
 
 # `gguf_header.Header.find`: the value of an entry, or the default
 Find = Callable[..., Any]
@@ -82,6 +83,10 @@ def read(find: Find, file: Path) -> Any:
             with TemporaryDirectory() as folder:
                 (Path(folder) / file.name).symlink_to(file.absolute())
                 found = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
+    # as in llama.cpp, tokens that end a turn are special, whatever an old file says
+    ends = ends_of(find("tokenizer.ggml.tokens", []))
+    found.backend_tokenizer.add_special_tokens(
+        [AddedToken(end, special=True, normalized=False) for end in ends])
     if kind == "llama":
         set_spaces(found.backend_tokenizer, find("tokenizer.ggml.add_space_prefix", True),
                    find("general.architecture") == "phi3")

@@ -24,7 +24,7 @@ from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
 from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.models.quantized import (
-    choose_opener, formulas, gguf_files, gguf_grids, gguf_numbers)
+    choose_opener, formulas, gguf_files, gguf_header, gguf_numbers)
 from nanoengine_extras.models.quantized.modules import QuantizedLinear
 from nanoengine_extras.models.quantized.stored import Stored
 
@@ -52,9 +52,8 @@ HEADS = {"q_proj": 4, "k_proj": 2}
 # where a block of a type has its scales in float16, and how large they are in a test
 SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
           "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4), "IQ4_NL": ((0,), 1e-4),
-          "IQ4_XS": ((0,), 1e-5), **dict.fromkeys(gguf_grids.SIZES, ((0,), 1e-4)),
-          "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0), "NVFP4": ((), 0),
-          "TQ1_0": ((52,), 1e-2), "TQ2_0": ((64,), 1e-2)}
+          "IQ4_XS": ((0,), 1e-5), **dict.fromkeys(gguf_header.GRIDS, ((0,), 1e-4)),
+          "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0)}
 
 
 def gguf_name(name: str) -> str:
@@ -84,9 +83,6 @@ def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
     if kind == "IQ1_M":
         # four words have four bits each of the scale: it is below 2**-11, and positive
         raw[:, :, 55] &= 15
-    if kind == "NVFP4":
-        # scales up to 2**-6
-        raw[:, :, :4] &= 15
     for place in places:
         drawn = rng.standard_normal(raw.shape[:2] + (1,)) * scale
         raw[:, :, place:place + 2] = drawn.astype(np.float16).view(np.uint8)
@@ -388,7 +384,6 @@ PACKED: dict[str, tuple] = {
     "a row": (4, 512, "wide", False, False, True),
     "IQ4_NL": (4, 32, "half", False, False, False, gguf_numbers.IQ4),
     "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4),
-    "IQ2_S": (4, 16, "nested", False, False, False, gguf_grids.table_of("IQ2_S")),
     "FP8": (8, 128, "wide", False, False, False, formulas.E4M3)}
 
 

@@ -1,6 +1,7 @@
 """Tokenizers of GGUF files: words, tokens that are found in a text, and BOS, as the file says or as
 llama.cpp has them."""
 
+import struct
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ CHATML = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>"]
 
 
 def bytes_gguf(path: Path, pre: str | None, control: list[str], merges=("Ċ Ċ", "Ġ Ġ"), eos=1,
-               templates=()):
-    """Writes a header with a tokenizer of bytes; the last of `control` is a user's token."""
+               templates=(), kinds=()):
+    """Writes a header with a tokenizer of bytes; the last of `control` is a user's token, if
+    `kinds` does not have all of their types."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = control + alphabet + [merge.replace(" ", "") for merge in merges]
     writer = gguf.GGUFWriter(path, "llama")
@@ -29,7 +31,7 @@ def bytes_gguf(path: Path, pre: str | None, control: list[str], merges=("Ċ Ċ",
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    kinds = [3] * (len(control) - 1) + [4]
+    kinds = [*kinds] or [3] * (len(control) - 1) + [4]
     writer.add_token_types(kinds + [1] * (len(tokens) - len(kinds)))
     writer.add_token_merges(list(merges))
     writer.add_bos_token_id(0)
@@ -90,10 +92,72 @@ def test_an_unknown_way_to_cut_a_text(tmp_path, pre):
         gguf_tokenizers.read(header.find, path)
 
 
-def test_tokens_that_end_a_turn(tmp_path):
-    """By their names, if the file says only what ends a text."""
-    header = bytes_gguf(tmp_path / "a.gguf", "qwen2", CHATML, eos=0)
-    assert header.eos() == [0, 1]
+@pytest.mark.parametrize("tokens, eos, ends", [
+    (CHATML, 0, ["<|endoftext|>", "<|im_end|>"]), (CHATML, 99999, ["<|endoftext|>", "<|im_end|>"]),
+    (["<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "x"], 3,
+     ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
+    (["<|endoftext|>", "<|return|>", "<|end|>", "<|call|>", "x"], 1,
+     ["<|endoftext|>", "<|return|>", "<|call|>"]),
+    (["<|endoftext|>", "<|assistant|>", "<|end|>", "x"], 2, ["<|endoftext|>", "<|end|>"]),
+    (["<eos>", "<end_of_turn>", "</s>", "x"], 0, ["<eos>", "<end_of_turn>"]),
+    (["<eos>", "<turn|>", "<|tool_response>", "</s>", "x"], 0,
+     ["<eos>", "<turn|>", "<|tool_response>"]),
+    (["<s>", "</s>", "<|im_end|>", "x"], 2, ["</s>", "<|im_end|>"]),
+    (["[EOS]", "[EOT]", "x"], 0, ["[EOS]", "[EOT]"])])
+def test_tokens_that_end_a_text(tmp_path, tokens, eos, ends):
+    """By their texts, if the file names only one; a number that is no token is none."""
+    header = bytes_gguf(tmp_path / "a.gguf", "qwen2", tokens, eos=eos)
+    assert sorted(header.eos()) == sorted(map(tokens.index, ends))
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3, 4, 5])
+def test_types_of_tokens(tmp_path, kind):
+    """A token that ends a turn is special, whatever the file says; a user's token is found in a
+    text and shown; others that are not special are texts."""
+    tokens = ["<|endoftext|>", "<|im_end|>", "<own>", "x"]
+    header = bytes_gguf(path := tmp_path / "a.gguf", "qwen2", tokens, kinds=[3, kind, kind, 4])
+    gguf_tokenizers.read(header.find, path).save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("a<|im_end|>b<own>").input_ids
+    assert ids.count(1) == 1 and ids.count(2) == (kind in (3, 4))
+    own = "" if kind == 3 else "<own>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == f"ab{own}"
+
+
+NAME = struct.pack("<Q1s", 1, b"x")
+
+
+@pytest.mark.parametrize("num_tensors, num_entries, content", [
+    (2**40, 0, b""), (0, 2**40, b""), (0, 1, struct.pack("<Q", 2**63)),
+    (0, 1, NAME + struct.pack("<IIQ", 9, 4, 2**40)), (0, 1, NAME + struct.pack("<IQ", 8, 2**50)),
+    (0, 1, NAME + struct.pack("<IIQ", 9, 8, 2**40) + b"a"),
+    (0, 1, NAME + struct.pack("<IIQIQ", 9, 9, 2**30, 4, 2**40)),
+    (0, 1, NAME + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),
+    (1, 0, NAME + struct.pack("<I", 2**31)),
+    (1, 0, NAME + struct.pack("<IQQIQ", 2, 2**33, 2**33, 0, 0)),
+    (1, 0, NAME + struct.pack("<IQIQ", 1, 4, 0, 2**64 - 32)),
+    (2, 0, NAME + struct.pack("<IQIQ", 1, 4, 0, 0) + NAME.replace(b"x", b"y") + struct.pack(
+        "<IQIQ", 1, 4, 0, 8))])
+def test_a_header_that_lies_about_sizes(tmp_path, num_tensors, num_entries, content):
+    """Counts, lengths and places are compared with the size of the file before anything is read."""
+    file = tmp_path / "a.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_entries)
+    file.write_bytes(head + content + bytes(64))
+    with pytest.raises(ValueError, match="not a GGUF file: download it again"):
+        gguf_header.Header([file])
+
+
+@pytest.mark.parametrize("count", [-1, 2**31, "many"])
+def test_more_layers_than_a_file_can_have(tmp_path, count):
+    file = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_key_value("llama.block_count", count, (
+        gguf.GGUFValueType.STRING if isinstance(count, str) else gguf.GGUFValueType.INT64))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=f"block_count={count!r} is not accepted: it must be a nu"):
+        gguf_header.Header([file])
 
 
 def pieces_gguf(path: Path, architecture: str, has_prefix: bool | None) -> tuple[Any, list[str]]:

@@ -7,7 +7,6 @@ The extension gguf_tokenizers.py makes the tokenizer.
 """
 
 import json
-import math
 import re
 import shutil
 from functools import partial
@@ -16,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
-from nanoengine.errors import rejected
 from nanoengine.features import extension
 from nanoengine_extras.models.quantized import gguf_numbers
 from nanoengine_extras.models.quantized.formulas import Grouped
-from nanoengine_extras.models.quantized.gguf_header import FLOATS, Header
+from nanoengine_extras.models.quantized.gguf_header import FLOATS, GRIDS, Header
 from nanoengine_extras.models.quantized.stored import Opened, Stored
 
 # the file with the places of all tensors, in the folder that `write_folder` fills
@@ -86,40 +86,22 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
     opened = Opened()
     # reading a header again takes seconds
     tables = json.loads((folder / TABLE).read_text())
-    factors = factors_of(tables)
     for name, (kind, shape, offset, num_bytes) in tables[str(file)].items():
         heads = entries["heads"].items()
         own = next((count for part, count in heads if f".{part}." in name), 0)
         added = entries["norms"] if name.endswith("norm.weight") else 0.0
         # the config has them
-        if name.startswith(("rope_freqs.", "rope_factors_")) or name in factors:
+        if name.startswith(("rope_freqs.", "rope_factors_")):
             continue
         # a matrix of one row, which some releases of the converter store as a vector
         if name.endswith("shared_expert_gate.weight"):
             shape = [1, shape[-1]]
         names = names_of_experts(name, shape[0]) if len(shape) == 3 else [name]
         size = num_bytes // len(names)
-        own_factors = factors.get(name.removesuffix("weight") + "scale", [1.0] * len(names))
-        if len(own_factors) != len(names) or not math.isfinite(sum(own_factors)):
-            raise rejected(f"the scale of {name}", own_factors, f"{len(names)} finite numbers")
-        for number, (each, factor) in enumerate(zip(names, own_factors)):
+        for number, each in enumerate(names):
             opened[each] = Stored(kind, shape[-2:], partial(
-                read_tensor, file, kind, shape[-2:], offset + number * size, size, own, added,
-                factor))
+                read_tensor, file, kind, shape[-2:], offset + number * size, size, own, added))
     return opened
-
-
-def factors_of(tables: dict[str, Any]) -> dict[str, list[float]]:
-    """Returns the factors of matrices in NVFP4, one number or one for each expert; and the scales
-    of their inputs, which are not rounded here. By the names of these tensors"""
-    every = {name: (file, *each) for file, table in tables.items() for name, each in table.items()}
-    found = {}
-    for name, (file, _, _, offset, num_bytes) in every.items():
-        module, _, part = name.rpartition(".")
-        _, kind, *_ = every.get(f"{module}.weight", ("", ""))
-        if kind == "NVFP4" and part in ("scale", "input_scale"):
-            found[name] = np.fromfile(file, np.float32, num_bytes // 4, offset=offset).tolist()
-    return found
 
 
 def names_of_experts(name: str, count: int) -> list[str]:
@@ -132,20 +114,21 @@ def names_of_experts(name: str, count: int) -> list[str]:
 
 
 def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes: int,
-                heads: int, added: float, factor: float) -> Tensor | Grouped:
+                heads: int, added: float) -> Tensor | Grouped:
     """Reads a tensor. The file is not mapped, since its pages would count as memory.
 
     heads: if not 0, rows are put in transformers' order: in each head, all first numbers of a pair,
         then all second ones.
-    added: is subtracted from numbers in floating point; quantized ones are multiplied by `factor`.
+    added: is subtracted from numbers in floating point.
     """
     raw = torch.from_numpy(np.fromfile(file, np.uint8, num_bytes, offset=offset))
     rows = raw.view(*shape[:1] or [1], -1)
     if heads:
         rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     if kind in gguf_numbers.SIZES:
-        found = gguf_numbers.grouped(rows, kind)
-        return found if factor == 1 else found._replace(scales=found.scales.float() * factor)
+        return gguf_numbers.grouped(rows, kind)
+    if kind in GRIDS:
+        return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
     numbers = rows.view(FLOATS[kind]).float().view(shape)
     # a large matrix is not copied
     return numbers - added if added else numbers

@@ -4,6 +4,7 @@ The package `gguf` parses it. A file leaves out what llama.cpp has in its code: 
 than the engine's own, the extension gguf_families knows it.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from nanoengine.features import extension
 from nanoengine_extras.models.quantized import gguf_numbers, methods
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-TYPES = (*FLOATS, *gguf_numbers.SIZES)
+# these are dequantized when they are loaded
+GRIDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+TYPES = (*FLOATS, *GRIDS, *gguf_numbers.SIZES)
 # by `general.architecture`
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM"}
@@ -29,11 +32,14 @@ NAMES = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
 QKV = "attn_qkv"
-# tokens that end a turn, by name, as in llama.cpp: many files name only the one that ends a text
-ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<turn|>",
-        "<|tool_response>")
-# gpt-oss writes several messages in a turn: there, "<|end|>" ends only one of them
-ENDS_OF_GPT_OSS = ("<|return|>", "<|call|>")
+# the tokens that end a text or a turn, by their texts, as in llama.cpp: a file names only one
+ENDS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|endoftext|>",
+        "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+        "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|calls|>",
+        "<|flush|>", "<turn|>", "<|tool_response>", "[e~[")
+# those that are none where one of the others is a token: gpt-oss and Solar Open write several
+# messages in a turn, and "</s>" is a tag of HTML for Gemma
+NO_ENDS = {"<|end|>": ("<|return|>", "<|flush|>"), "</s>": ("<end_of_turn>", "<|tool_response>")}
 
 
 def plain_name(name: str, names: dict[str, str]) -> str:
@@ -52,12 +58,39 @@ def layer_of(name: str) -> int:
     return int(number) if kind == "blk" else -1
 
 
+def ends_of(tokens: list[str]) -> list[str]:
+    """Returns the tokens of a vocabulary that end a text or a turn."""
+    known = {*tokens}
+    return [end for end in ENDS if end in known and not known.intersection(NO_ENDS.get(end, ()))]
+
+
 class Reader(gguf.GGUFReader):
     """Reads a header in a third of the time: slices of a mapped file are slower than those of an
-    array, and a large vocabulary needs a million."""
+    array, and a large vocabulary needs a million. Raises ValueError for what lies outside of the
+    file, before any of it is read."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1,
+             override_order: Any = None) -> np.ndarray:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if not 0 <= offset <= end <= len(self.data):
+            raise ValueError(f"it has {len(self.data)} bytes, and its header needs byte {end}")
+        return super()._get(offset, dtype, count, override_order)
+
+    def check_places(self) -> None:
+        """Raises ValueError for tensors that lie outside of the file, or on each other."""
+        last = self.data_offset
+        for tensor in sorted(self.tensors, key=lambda tensor: int(tensor.field.parts[5][0])):
+            # in Python's integers, which do not overflow
+            first = self.data_offset + int(tensor.field.parts[5][0])
+            block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+            num_bytes = math.prod(tensor.shape.tolist()) * size // block
+            if first < last or first + num_bytes > len(self.data):
+                raise ValueError(f"{tensor.name} must have {num_bytes} bytes of its own in the "
+                                 f"file, which has {len(self.data)}")
+            last = first + num_bytes
 
 
 class Header:
@@ -66,6 +99,8 @@ class Header:
     def __init__(self, files: list[Path]) -> None:
         with naming(ValueError("the file is incomplete, or not a GGUF file: download it again")):
             readers = {str(file): Reader(file) for file in files}
+            for reader in readers.values():
+                reader.check_places()
         for reader in readers.values():
             self.accept("byte order", {"I": "little", "S": "big"}[reader.byte_order], ["little"])
         self.fields = readers[str(files[0])].fields
@@ -78,7 +113,12 @@ class Header:
         self.family = self.others.get("mixtral" if has_experts else self.architecture)
         # the last layers can be those for multi-token prediction
         guessing = self.find(f"{self.architecture}.nextn_predict_layers", 0)
-        self.num_layers = self.find(f"{self.architecture}.block_count", 0) - guessing
+        count = self.find(f"{self.architecture}.block_count", 0)
+        num_tensors = sum(len(reader.tensors) for reader in readers.values())
+        if count not in range(num_tensors + 1):
+            raise rejected("the file's block_count", count, f"a number, at most {num_tensors}, the "
+                           "tensors in the file")
+        self.num_layers = count - guessing
         self.names = NAMES | (self.family.names if self.family else {})
         # `parts` looks for other tensors
         self.tensors = {tensor.name: tensor for reader in readers.values()
@@ -118,6 +158,10 @@ class Header:
 
     def find(self, name: str, default: Any = None) -> Any:
         return self.fields[name].contents() if name in self.fields else default
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tensor("token_embd.weight").shape[1])
 
     def tensor(self, name: str) -> Any:
         if name not in self.tensors:
@@ -182,7 +226,7 @@ class Header:
         return {
             "architectures": [ARCHITECTURES.get(self.architecture)],
             "model_type": self.architecture,
-            "vocab_size": int(self.tensor("token_embd.weight").shape[1]),
+            "vocab_size": self.num_tokens,
             "hidden_size": self.of_model("embedding_length"),
             "intermediate_size": self.of_model("feed_forward_length"),
             "num_hidden_layers": self.of_model("block_count") and self.num_layers,
@@ -215,9 +259,10 @@ class Header:
         """Returns the tokens that end a text, a turn or a message."""
         tokens = self.find("tokenizer.ggml.tokens", [])
         found = [self.find(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        ends = ENDS_OF_GPT_OSS if ENDS_OF_GPT_OSS[0] in tokens else ENDS
-        found += [tokens.index(end) for end in ends if end in tokens]
-        return [token for token in dict.fromkeys(found) if token is not None]
+        found += [tokens.index(end) for end in ends_of(tokens)]
+        # some files have a number that is no token, as if there were none
+        count = len(tokens) or self.num_tokens
+        return [token for token in dict.fromkeys(found) if token in range(count)]
 
     def rope(self) -> dict[str, Any]:
         """Returns the `rope_parameters`. As in llama.cpp, a factor without a type is "linear"."""

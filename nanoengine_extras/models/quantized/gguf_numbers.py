@@ -1,32 +1,24 @@
 """Reads the integers and scales of a GGUF matrix, with which `gguf.dequantize` computes.
 
 Layouts are those of llama.cpp's `ggml-common.h`: blocks of 32 inputs, or super-blocks of 256 in the
-K-quants, whose scales are integers, too, times one in float16. Numbers of IQ4_NL, IQ4_XS, MXFP4 and
-NVFP4 are indices into a table. Types of 1 to 3 bits that begin with IQ: see gguf_grids.py.
+K-quants, whose scales are integers, too, times one in float16. Numbers of IQ4_NL, IQ4_XS and MXFP4
+are indices into a table. The package gguf dequantizes the other types that begin with IQ, whose
+numbers of 1 to 3 bits are indices into grids.
 """
 
 import torch
 from torch import Tensor
 
-from nanoengine_extras.models.quantized import gguf_grids
-from nanoengine_extras.models.quantized.formulas import E4M3, MXFP4, Grouped, mxfp4
+from nanoengine_extras.models.quantized.formulas import Grouped, mxfp4
 
 # the bytes of a block
 SIZES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q2_K": 84, "Q3_K": 110,
-         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17,
-         "NVFP4": 36, "TQ1_0": 54, "TQ2_0": 66,
-         **gguf_grids.SIZES}
+         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17}
 # those with blocks of 256 inputs
-ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0", *gguf_grids.SIZES)
+ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 # the table of IQ4_NL and IQ4_XS
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
                    dtype=torch.float32, device="cpu")
-
-# the values of NVFP4's scales (e4m3 without a sign), halved, as its table has doubled values
-UE4M3 = E4M3.abs() / 2
-UE4M3[[127, 255]] = torch.tensor([0.0, 240.0], device="cpu")
-# the powers of 3 by which the five digits of a byte of TQ1_0 move to its higher bits
-POWERS = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device="cpu")
 
 
 def halves(raw: Tensor) -> Tensor:
@@ -56,10 +48,6 @@ def grouped(raw: Tensor, kind: str) -> Grouped:
 def of_32(x: Tensor, kind: str) -> Grouped:
     if kind == "MXFP4":
         return mxfp4(parts(x[..., 1:], 4).flatten(1), x[..., 0])
-    if kind == "NVFP4":
-        # of 64 inputs: four scales, then the numbers of each
-        numbers = parts(x[..., 4:].unflatten(-1, (4, 8)), 4).flatten(1)
-        return Grouped(numbers, UE4M3[x[..., :4].int()].half().flatten(1), bits=4, values=MXFP4)
     scales = halves(x[..., :2])[..., 0]
     if kind == "Q8_0":
         return Grouped(signed(x[..., 2:]).flatten(1), scales)
@@ -77,9 +65,6 @@ def of_32(x: Tensor, kind: str) -> Grouped:
 
 
 def of_256(x: Tensor, kind: str) -> Grouped:
-    if kind in gguf_grids.SIZES:
-        numbers, scales, above = gguf_grids.of_grid(x, kind)
-        return nested(numbers, scales, 4, above)._replace(values=gguf_grids.table_of(kind))
     if kind in ("Q4_K", "Q5_K"):
         numbers = parts(x[..., -128:].unflatten(-1, (4, 32)), 4)
         if kind == "Q5_K":
@@ -89,17 +74,6 @@ def of_256(x: Tensor, kind: str) -> Grouped:
         scales = torch.cat((a & 63, c & 15 | a >> 6 << 4), -1)
         lows = torch.cat((b & 63, c >> 4 | b >> 6 << 4), -1)
         return nested(numbers, scales, 4 if kind == "Q4_K" else 8, halves(x[..., :4]), lows)
-    if kind[:2] == "TQ":
-        # 0 to 2 mean -1 to 1
-        numbers = parts(x[..., :-2].unflatten(-1, (2, -1)), 2)
-        if kind == "TQ1_0":
-            # five digits of 32 bytes, of 16, and four of the last four
-            digits = ((x[..., None, :-2] * POWERS[:, None]).int() * 3 >> 8).to(torch.uint8)
-            first, second, last = digits.split((32, 16, 4), -1)
-            both = first.flatten(-2), second.flatten(-2)
-            numbers = torch.cat((*both, last[..., :4, :].flatten(-2)), -1)
-        scales = halves(x[..., -2:])[..., 0]
-        return Grouped(numbers.flatten(1), scales, torch.ones_like(scales).byte(), bits=4)
     if kind == "Q2_K":
         numbers = parts(x[..., 16:80].unflatten(-1, (2, 32)), 2)
         return nested(numbers, x[..., :16] & 15, 4, halves(x[..., 80:]), x[..., :16] >> 4)
