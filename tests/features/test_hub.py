@@ -1,11 +1,9 @@
 """Models by their Hugging Face ids; nothing is downloaded here."""
 
 import pytest
-from huggingface_hub import get_token
 from huggingface_hub.utils import filter_repo_objects
 
 from nanoengine import LLM
-from nanoengine.features import extension
 from nanoengine_extras.models.hub import FILES
 
 

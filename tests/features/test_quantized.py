@@ -29,7 +29,7 @@ from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extras.models import quantized
-from nanoengine_extras.running import containers
+from nanoengine_extras.running import memory
 from nanoengine_extras.cpu import compiling
 from nanoengine_extras.cpu.packed import layout
 from nanoengine_extras.cpu.products import BLOCKS
@@ -1088,9 +1088,9 @@ def test_packed_weights_have_to_fit_the_memory(bundled, monkeypatch, quantizatio
     if quantization:
         path, size = bundled, (Path(bundled) / "model.safetensors").stat().st_size // 2
     options = BFLOAT16 | dict(quantization=quantization)
-    monkeypatch.setattr(containers, "free_memory", lambda most: size * 11 // 10)
+    monkeypatch.setattr(memory, "free_memory", lambda most: size * 11 // 10)
     LLM(path, **options).close()
-    monkeypatch.setattr(containers, "free_memory", lambda most: size * 9 // 10)
+    monkeypatch.setattr(memory, "free_memory", lambda most: size * 9 // 10)
     with pytest.raises(ValueError, match="GiB of weights' is not accepted: it must be smaller"):
         LLM(path, **options)
 

@@ -1,6 +1,5 @@
 """Options, parameters and arguments of calls: what is refused, and what the message says."""
 
-import dataclasses
 import math
 import re
 
