@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.features import extension  # noqa: E402
-from nanoengine.policies import TABLES  # noqa: E402
+from nanoengine.policies import TABLES as POLICIES  # noqa: E402
 from nanoengine.requests import CompletionOutput, RequestOutput  # noqa: E402
 from nanoengine_extras.sampling.beam_search import BeamSearchParams, BeamSearchSequence  # noqa: E402
 from nanoengine_extras.tools.chat import render  # noqa: E402
@@ -35,7 +35,7 @@ FILE = ROOT / "docs" / "reference.md"
 # the engine's own options of which a feature adds values
 MORE_VALUES = {"load_format": "models.dummy", "attention_backend": "running.backends",
                "model_impl": "models.transformers_models"} | dict.fromkeys(
-    [*TABLES, "kv_allocation"], "running.policies")
+    [*POLICIES, "kv_allocation"], "running.policies")
 
 
 # ------------------------------------------------------------------------------ docstrings
