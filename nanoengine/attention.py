@@ -50,10 +50,9 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
+        # (2, blocks, block_size, kv_heads, head_dim), cut after the last key
         blocks = cache[:, step.block_tables[seq]]
-        # (2, keys, kv_heads, head_dim): the blocks one after another, cut after the last key
-        gathered = blocks.flatten(1, 2)[:, :length]
-        keys, values = gathered.transpose(1, 2)
+        keys, values = blocks.flatten(1, 2)[:, :length].transpose(1, 2)
         # in pieces of 256 queries, since the weights of all queries at once would be a huge
         # float32 tensor
         end = starts[seq + 1]

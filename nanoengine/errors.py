@@ -63,7 +63,7 @@ def naming(what: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {checks().message(error)}") from error
+        raise ValueError(f"{what}: {checks().message(error):.2000}") from error
 
 
 def check(options: object, conditions: list[Condition]) -> None:

@@ -148,7 +148,8 @@ def load_eos(folder: Path, config: PretrainedConfig,
     if tokenizer:
         reasons[tokenizer.eos_token_id] = None
     # some files say -1 for none, and some tokenizers know more tokens than the model
-    return {i: reason for i, reason in reasons.items() if i in range(config.vocab_size)}
+    return {token_id: reason for token_id, reason in reasons.items()
+            if isinstance(token_id, int) and 0 <= token_id < config.vocab_size}
 
 
 def read_json(file: Path) -> dict:

@@ -67,10 +67,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 
     # 3. Tokens from copies. An edit is applied to a whole copy, even if only one of its rows needs
     #    it, so rows that need the same edits are put side by side.
-    def needs(row: int) -> tuple:
-        return seqs[row].edits, seqs[row].params.truncations
-
-    copied.sort(key=needs)
+    copied.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
     size = max_rows(logits)
     for start in range(0, len(copied), size):
         rows = copied[start:start + size]

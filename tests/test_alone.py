@@ -75,7 +75,7 @@ def test_texts_alone():
 REFUSED = [
     ("LLM(model, max_num_batched_tokens=4, max_num_seqs=5)", "max_num_batched_tokens=4"),
     ("LLM(model, max_num_seqs=0)", "at least 1"),
-    ("LLM(model, max_model_len=-1)", "max_model_len=-1 .* at least 2, or None"),
+    ("LLM(model, max_model_len=-1)", "max_model_len=-1 .* must be 2 to"),
     ("LLM(model, scheduling='static')", "scheduling='static'"),
     # options of optional features
     ("LLM(model, preemption_mode='swap')", "='swap' needs nanoengine_extras/running/swapping.py"),

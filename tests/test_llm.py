@@ -328,7 +328,7 @@ def test_a_prompt_larger_than_the_cache(make_llm):
         with pytest.raises(ValueError, match="has 65 tokens.*max_model_len=64"):
             llm.generate([[1] * 65])
         generate(llm, [[1] * 63], SamplingParams(max_tokens=9))
-    with pytest.raises(ValueError, match="max_model_len=65 .* at most 64"):
+    with pytest.raises(ValueError, match="max_model_len=65 .* 2 to 64"):
         make_llm(num_kv_blocks=4, max_model_len=65)
 
 

@@ -23,7 +23,7 @@ from nanoengine_extras.cpu.modules import PackedLinear
 PROMPTS = random_prompts([5, 30])
 
 
-@pytest.mark.parametrize("eos, known", [(None, {}), (7, {7: 7}), ([7, -1, 10**16], {7: 7})])
+@pytest.mark.parametrize("eos, known", [(None, {}), (7, {7: 7}), ([7, -1, 10**16, "7", 7.5, None], {7: 7})])
 def test_no_vocabulary_is_searched_for_an_eos(tmp_path, eos, known):
     """A search through this one would never end."""
     config = SimpleNamespace(eos_token_id=eos, vocab_size=10**15)
@@ -145,10 +145,65 @@ def test_an_index_of_files_with_other_names(copy):
     index = copy / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
     assert tokens(copy) == expected
-    for wrong in ("{}", "no JSON"):
+    (copy.parent / "outside.safetensors").hardlink_to(copy / "weights.safetensors")
+    (copy / "link.safetensors").symlink_to(copy.parent / "outside.safetensors")
+    (copy / "up").symlink_to(copy.parent)
+    outside = (5, None, ["a"], {}, "n" * 10_000, "\u00e9" * 200, "a\0b", "/proc/self/mem",
+               "../outside.safetensors", str(copy.parent / "outside.safetensors"),
+               "link.safetensors", "up/outside.safetensors")
+    maps = [{"weight_map": {"a": "weights.safetensors", "b": name}} for name in outside]
+    for wrong in ("{}", "[]", '{"weight_map": 5}', "no JSON", *map(json.dumps, maps)):
         index.write_text(wrong)
-        with pytest.raises(ValueError, match="model.safetensors.index.json"):
+        with pytest.raises(ValueError, match="model.safetensors.index.json") as error:
             LLM(str(copy), num_kv_blocks=8)
+        assert len(str(error.value)) < 1000
+
+
+def test_a_snapshot_in_the_cache_links_to_its_blobs(copy, tmp_path):
+    """The layout of Hugging Face's cache; a blob of another model is outside."""
+    expected = tokens(copy)
+    snapshot, blobs = (tmp_path / "hub" / "models--a--b" / name for name in ("snapshots", "blobs"))
+    snapshot = snapshot / "main"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(copy.iterdir()):
+        file.rename(blobs / str(number))
+        name = "model-1.safetensors" if file.suffix == ".safetensors" else file.name
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    names = dict.fromkeys(load_file(snapshot / "model-1.safetensors"), "model-1.safetensors")
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    assert tokens(snapshot) == expected
+    snapshot.parent.rename(tmp_path / "other")
+    with pytest.raises(ValueError, match="index.json"):
+        LLM(str(tmp_path / "other" / "main"))
+
+
+class Raises:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    __str__ = __fspath__ = __len__ = __iter__ = __repr__
+
+
+@pytest.mark.parametrize("value", ["n" * 10_000, "n/" * 5_000, "a\0b", Raises(), [Raises()],
+                                   type("Text", (Raises, str), {})("a")],
+                         ids=["letters", "folders", "zero", "object", "list", "subclass"])
+def test_names_and_prompts_that_nothing_can_read(tiny, value):
+    for option in ("model", "tokenizer"):
+        with pytest.raises(ValueError) as error:
+            LLM(**{"model": tiny, option: value}, num_kv_blocks=8)
+        assert option in str(error.value) and len(str(error.value)) < 2500
+
+
+def test_a_tokenizer_of_another_folder(text_copy):
+    """transformers would read it in place of tokenizer.json."""
+    (text_copy.parent / "tokenizer.4.0.json").write_bytes((text_copy / "tokenizer.json").read_bytes())
+    file = text_copy / "tokenizer_config.json"
+    entries = json.loads(file.read_text()) | {"fast_tokenizer_files": ["../tokenizer.4.0.json"]}
+    file.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="tokenizer.*'../tokenizer.4.0.json'"):
+        LLM(str(text_copy))
 
 
 @pytest.mark.parametrize("rope, length", [
@@ -187,16 +242,16 @@ def test_the_rope_table_is_as_long_as_the_context_that_fits(make_model):
 
 def test_a_tokenizer_in_python_is_refused_at_the_start(copy):
     ByT5Tokenizer().save_pretrained(copy)
-    with pytest.raises(ValueError, match="tokenizer.*not a Python tokenizer"):
+    with pytest.raises(ValueError, match="must have a tokenizer.json .*ByT5Tokenizer"):
         LLM(str(copy), num_kv_blocks=8)
 
 
 @pytest.mark.parametrize("change, message", [
     (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "lack 1 tensors: .*1.self_attn.k"),
     (lambda t: t.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}),
-     "does not fit the model.*layers.9"),
+     "no tensor .*layers.9"),
     (lambda t: t.update({"model.norm.weight": torch.ones(63)}), r"norm.weight=.* \(63,\)"),
-    (lambda t: t.update({"norm.weight": torch.ones(64)}), "does not fit the model: 'norm.weight'"),
+    (lambda t: t.update({"norm.weight": torch.ones(64)}), "no tensor 'norm.weight', or .* twice"),
     (lambda t: t.update({"model.norm.weight": torch.ones(64).int()}), "I32.* must be floats"),
     (lambda t: t.update({"model.norm.weight": torch.ones(64).bool()}), "BOOL.* must be floats"),
 ])
@@ -213,7 +268,7 @@ def test_files_absent_or_truncated(copy):
         file.unlink(missing_ok=True)
         if broken is not None:
             file.write_bytes(broken)
-        with pytest.raises(ValueError, match="is truncated, or does" if broken else "lack"):
+        with pytest.raises(ValueError, match="model.safetensors: .*header" if broken else "lack"):
             LLM(str(copy))
 
 
@@ -272,7 +327,11 @@ def test_damaged_files_are_named(text_copy, monkeypatch, file, content, message)
 
 UNCOMPUTED = [dict(is_causal=False), dict(is_causal=None), dict(hidden_act="gelu"),
               dict(transformers_weights="other.safetensors"), dict(layer_types=["a"] * 2),
-              dict(layer_types=["full_attention", "chunked_attention"], attention_chunk_size=2)]
+              dict(layer_types=["full_attention", "chunked_attention"], attention_chunk_size=2),
+              dict(sliding_window=1, use_sliding_window=True, max_window_layers=0,
+                   layer_types=["sliding_attention"] * 2),
+              dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+              dict(max_position_embeddings=2**31), dict(num_attention_heads=3)]
 
 
 @pytest.mark.parametrize("changes", UNCOMPUTED, ids=str)
@@ -282,8 +341,9 @@ def test_entries_that_change_what_is_computed(copy, monkeypatch, changes, has_wo
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | changes))
     if not has_words:
-        monkeypatch.setattr("nanoengine.loader.is_installed", lambda name: False)
-    with pytest.raises(ValueError, match=[*changes][0]):
+        monkeypatch.setattr("nanoengine.loader.part", lambda slot, options, default: default)
+    name = "rope_type" if "rope_parameters" in changes else [*changes][0]
+    with pytest.raises(ValueError, match=name):
         load_config(copy)
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 from torch import Tensor
 
 from nanoengine.errors import Checks, Condition, check, rejected
-from nanoengine.features import extension, is_installed
+from nanoengine.features import extension, is_installed, shown
 from nanoengine.observers import Feature
 from nanoengine.policies import TABLES
 from nanoengine_extras import OBSERVERS
@@ -245,7 +245,7 @@ def explain(found: Any) -> str:
     name = ".".join(str(each) for each in found["loc"] if each != "[key]")
     _, should, rest = found["msg"].partition(" should ")
     message = f"it must {rest}" if should else found["msg"].removeprefix("Value error, ")
-    return f"{name}={found['input']!r:.1000} is not accepted: {message}" if name else message
+    return f"{name}={shown(found['input'])} is not accepted: {message}" if name else message
 
 
 def is_from_signal(error: BaseException | None) -> bool:

@@ -51,8 +51,8 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
 
 def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypatch):
     """As on a GPU: what is left beside it is measured."""
-    def measure_free_bytes(runner):
-        runner.allocate(num_blocks=0)
+    def measure_free_bytes(runner, max_model_len):
+        runner.allocate(0, max_model_len)
         batch = largest_batch(runner)
         launched = runner.launch(batch)
         assert len(launched.wait()) == 4 and runner.blocks.nbytes == runner.block_bytes
