@@ -229,10 +229,10 @@ def test_the_size_of_the_cache(tiny, monkeypatch):
     assert size(num_kv_blocks=5, max_model_len=80) == (5, 80)
     with pytest.raises(ValueError, match=f"max_model_len={limit + 1} .* 2 to {limit}"):
         size(num_kv_blocks=limit, max_model_len=limit + 1)
-    with pytest.raises(ValueError, match="max_model_len=81 .* 2 to 80 \\(5 blocks"):
+    with pytest.raises(ValueError, match=r"max_model_len=81 .* 2 to 80 \(5 blocks"):
         size(num_kv_blocks=5, max_model_len=81)
     free_blocks = 0
-    with pytest.raises(ValueError, match=r"2 to 0 \\(0 blocks"):
+    with pytest.raises(ValueError, match=r"2 to 0 \(0 blocks"):
         size()
 
 

@@ -14,7 +14,7 @@ from feature_helpers import FEATURES, constrain
 
 import nanoengine_extras.running.backends  # noqa: F401  adds its backend
 from nanoengine import LLM, BeamSearchParams, SamplingParams, sampler
-from nanoengine.attention import BACKENDS, choose_backend
+from nanoengine.attention import backends, choose_backend
 from nanoengine.kernels import PLAIN, kernels
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import Sequence
@@ -37,7 +37,7 @@ LONG = 100
 
 def fast_backends() -> list[str]:
     found = []
-    for name in BACKENDS:
+    for name in backends("cuda"):
         try:
             found.append(choose_backend(name, "cuda", torch.bfloat16, 256))
         except ValueError:
@@ -441,7 +441,7 @@ def test_the_cache_gets_what_the_utilization_leaves(small):
         assert math.isclose(missing, taken.nbytes, rel_tol=0.1), "others' memory counts"
     del taken
     assert before - free_bytes() < 300 * 2**20
-    with pytest.raises(ValueError, match=r"2 to 0 \\(0 blocks"):
+    with pytest.raises(ValueError, match=r"2 to 0 \(0 blocks"):
         LLM(small[0], dtype="bfloat16", gpu_memory_utilization=0.001)
 
 
