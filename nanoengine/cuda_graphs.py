@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps.
+"""CUDA graphs of decode steps: without them, a GPU waits for Python in every small step.
 
 Python launches the kernels of a step one by one, which for a small batch takes longer than
 running them. A decode step always launches the same kernels over the same memory; only the
@@ -48,7 +48,8 @@ class CudaGraphs:
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             for num_keys in widths(size, runner.max_model_len):
-                # dummy sequences of one token; only the width of their tables matters
+                # Dummy sequences of one token; only the width of their tables matters. The step
+                # has the size of a graph already, so `prepare` pads nothing.
                 buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
                 step = StepInputs.from_buffer(buffer.to(runner.device), shape)
                 # a first run loads the kernels, which a graph cannot do

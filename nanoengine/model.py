@@ -1,6 +1,8 @@
 """One decoder for the Llama family: Llama 2/3, Mistral, Qwen2, Qwen3.
 
-It reads top to bottom like the papers: Llama (Touvron et al., 2023, arXiv:2302.13971) with
+The models of transformers compute a padded matrix of prompts. An engine needs one that computes
+any tokens side by side, and finds their keys and values in blocks; the rest is the same. It reads
+top to bottom like the papers: Llama (Touvron et al., 2023, arXiv:2302.13971) with
 grouped-query attention, rotary positions, RMSNorm and SwiGLU. Hidden states are (tokens of the
 step, hidden_size). There is no batch dimension: the attention backend knows which token belongs to
 which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them, and

@@ -49,7 +49,8 @@ class StepInputs:
     """The inputs of one step on the device: T tokens of S sequences, R rows to sample.
 
     buffer: int32; all tensors below are views of it.
-    num_decodes: how many sequences at the start of the batch compute one token each.
+    num_decodes: how many sequences at the start of the batch compute one token each. To a kernel,
+        a prompt's chunk of one token is a decode, too.
     longest_query, longest_keys: the most tokens, and keys, of any one sequence (max_seqlen).
     draws: see `Draws`.
     slot_mapping: (T,) int64, where a token's K and V go: block * block_size + place in the block.
