@@ -20,24 +20,11 @@ def check(manager: BlockManager, running: list[Sequence]) -> None:
     check_blocks(SimpleNamespace(block_manager=manager, running=running, waiting=[]))
 
 
-def allocate(manager: BlockManager, seq: Sequence) -> bool:
-    """What the scheduler does on admission."""
-    if not manager.can_allocate(seq):
+def allocate(manager: BlockManager, seq: Sequence, parent: Sequence | None = None) -> bool:
+    """What the scheduler does on admission, and where completions of one prompt part."""
+    if not manager.can_allocate(seq, parent):
         return False
-    manager.allocate(seq)
-    return True
-
-
-def find(manager: BlockManager, seq: Sequence) -> list[int]:
-    """The cached blocks with which a sequence begins."""
-    return manager.find_shared(seq)
-
-
-def fork(manager: BlockManager, parent: Sequence, child: Sequence) -> bool:
-    """What the scheduler does where completions of one prompt part."""
-    if not manager.can_allocate(child, parent):
-        return False
-    manager.allocate(child, parent)
+    manager.allocate(seq, parent)
     return True
 
 
@@ -77,9 +64,9 @@ def test_hashes_are_chained():
     manager = BlockManager(20, 4)
     run_once(manager, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     other = make([9, 9, 9, 9, 5, 6, 7, 8, 9])  # same second block behind another first one
-    assert find(manager, other) == []
-    assert len(find(manager, make([1, 2, 3, 4, 9, 6, 7, 8, 9]))) == 1
-    assert len(find(manager, make([1, 2, 3, 4, 5, 6, 7, 8, 7, 7]))) == 2
+    assert manager.find_shared(other) == []
+    assert len(manager.find_shared(make([1, 2, 3, 4, 9, 6, 7, 8, 9]))) == 1
+    assert len(manager.find_shared(make([1, 2, 3, 4, 5, 6, 7, 8, 7, 7]))) == 2
 
 
 def test_a_hit_compares_the_tokens_too(monkeypatch):
@@ -88,9 +75,9 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
     manager = BlockManager(20, 4)
     run_once(manager, [1, 2, 3, 4, 5])
     run_once(manager, [6, 7, 8, 9, 5])
-    assert find(manager, make([1, 2, 3, 3, 5])) == []
+    assert manager.find_shared(make([1, 2, 3, 3, 5])) == []
     for tokens in ([1, 2, 3, 4, 5], [6, 7, 8, 9, 5]):
-        found = find(manager, make(tokens))
+        found = manager.find_shared(make(tokens))
         assert [manager.hash_of_block[block][1] for block in found] == [
             array("i", tokens[:4]).tobytes()]
 
@@ -126,8 +113,8 @@ def test_no_known_collision_of_a_prefix_is_a_hit():
     assert prefix != other and len(hashes) == 1
     run_once(manager, [*prefix, *block, 1])
     run_once(manager, [*other, 1])
-    assert len(find(manager, make([*prefix, *block, 1]))) == 2
-    assert len(find(manager, make([*other, *block, 1]))) == 1
+    assert len(manager.find_shared(make([*prefix, *block, 1]))) == 2
+    assert len(manager.find_shared(make([*other, *block, 1]))) == 1
     assert all(len(found) == 16 for found, _ in manager.blocks_by_hash)
 
 
@@ -151,7 +138,7 @@ def test_the_tail_is_freed_and_so_evicted_first():
     run_once(manager, range(16))
     assert allocate(manager, make([90, 91, 92, 93, 94]))
     again = make(range(16))
-    assert len(find(manager, again)) == 2, "the last two went, the beginning is still there"
+    assert len(manager.find_shared(again)) == 2, "the last two went, the beginning is still there"
 
 
 def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_one():
@@ -160,10 +147,10 @@ def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_o
     run_once(manager, [2] * 8)
     run_once(manager, [1] * 8 + [1])  # used again; its third block stays blank
     assert allocate(manager, make([3] * 8)), "two blank ones"
-    assert len(find(manager, make([1] * 9))) == len(find(manager, make([2] * 9))) == 2
+    assert len(manager.find_shared(make([1] * 9))) == len(manager.find_shared(make([2] * 9))) == 2
     assert allocate(manager, make([4] * 4)), "the tail of the one not used for longest"
-    assert len(find(manager, make([2] * 9))) == 1
-    assert len(find(manager, make([1] * 9))) == 2
+    assert len(manager.find_shared(make([2] * 9))) == 1
+    assert len(manager.find_shared(make([1] * 9))) == 2
 
 
 def test_a_freed_block_is_revived():
@@ -207,7 +194,7 @@ def test_two_blocks_with_the_same_tokens_one_evicted_the_other_still_found():
     manager.deallocate(first)
     filler = make(range(50, 50 + 4 * manager.num_free_blocks))
     assert allocate(manager, filler), "takes every free block, the first twin among them"
-    assert find(manager, make([1, 2, 3, 4, 9])) == [second.block_table[0]]
+    assert manager.find_shared(make([1, 2, 3, 4, 9])) == [second.block_table[0]]
     check(manager, [second, filler])
 
 
@@ -230,10 +217,10 @@ def test_forks_share_whole_blocks_and_copy_the_last():
     parent = compute(manager, make(range(300)))
     children = [parent.fork(index=index) for index in (1, 2, 3)]
     for child in children:
-        assert fork(manager, parent, child)
+        assert allocate(manager, child, parent)
     family = [parent, *children]
     check(manager, family)
-    assert manager.num_free_blocks == 0 and not fork(manager, parent, parent.fork())
+    assert manager.num_free_blocks == 0 and not allocate(manager, parent.fork(), parent)
     assert len({tuple(seq.block_table[:2]) for seq in family}) == 1
     assert len({seq.block_table[2] for seq in family}) == 4
     assert manager.take_copies().copy_on_write == {
@@ -247,7 +234,7 @@ def test_a_fork_of_whole_blocks_copies_nothing():
     manager = BlockManager(4, 4)
     parent = compute(manager, make(range(8)))
     child = parent.fork(token_ids=[*range(8), 9])
-    assert fork(manager, parent, child) and len(child.block_table) == 3
+    assert allocate(manager, child, parent) and len(child.block_table) == 3
     assert child.block_table[:2] == parent.block_table
     assert manager.take_copies().copy_on_write == {}
     check(manager, [parent, child])
@@ -259,7 +246,7 @@ def test_resetting_forgets_hashes_but_not_blocks_in_use():
     user = compute(manager, make(range(50, 59)))
     manager.forget(list(manager.blocks_by_hash))
     check(manager, [user])
-    assert find(manager, make(range(9))) == find(manager, make(range(50, 59))) == []
+    assert manager.find_shared(make(range(9))) == manager.find_shared(make(range(50, 59))) == []
     manager.deallocate(user)
     check(manager, [])
     assert manager.num_free_blocks == 10
