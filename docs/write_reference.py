@@ -149,7 +149,8 @@ def calls() -> str:
     for name, method in vars(LLM).items():
         if name.startswith("_") or not inspect.isfunction(method):
             continue
-        found = re.search(r'return extension\("([\w.]+)"\)', inspect.getsource(method))
+        # made by `call_of`
+        found = re.search(r'help\("nanoengine_extras\.([\w.]+)\.\w+"\)', str(method.__doc__))
         feature = found[1] if found else ""
         function = getattr(extension(feature), name, method) if feature else method
         names = [f"`{each}`" for each in [*inspect.signature(function).parameters][1:]]

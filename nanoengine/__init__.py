@@ -1,27 +1,32 @@
 """nanoengine: a minimal, fast engine for offline LLM generation.
 
-A map, from a user's calls inwards (docs/tutorial/README.md follows one request instead):
+A map. To learn how the engine works, read these eleven files, in this order (the chapters in
+docs/tutorial/README.md follow one request instead):
 
-    llm.py              what a user calls: `generate` with its loop, streams, threads
-    sampling_params.py  how a request is sampled
-    config.py           the options of an engine
-    requests.py         checks prompts and parameters; makes requests and results
     sequence.py         the tokens and blocks of one completion; the description of one step
-    engine.py           the step loop, plain or running ahead
     scheduler.py        two queues, one batch a step, preemption
-    policies.py         batching, queue order, victims and block allocation, as small functions
+    policies.py         batching, queue order and victims, as small functions
     block_manager.py    the life of a block: tables, references, prefix hashes, forks
-    model_runner.py     from a batch to tokens, on a CPU or a GPU
+    engine.py           the step loop, plain or running ahead
     step_inputs.py      the inputs of a step, in one buffer
-    cuda_graphs.py      decode steps, recorded once and replayed
+    model_runner.py     from a batch to tokens, on a CPU or a GPU
     model.py            one decoder for the Llama family
     attention.py        attention over the paged cache: in plain PyTorch, and with flash-attn
     sampler.py          from logits to tokens
+    cuda_graphs.py      decode steps, recorded once and replayed
+
+The rest is input, options and results:
+
+    llm.py              what a user calls: `generate` with its loop, and streams
+    requests.py         checks prompts and parameters; makes requests and results
+    sampling_params.py  how a request is sampled
+    config.py           the options of an engine
     loader.py           from a folder to a config, a tokenizer and a model with its weights
-    features.py         optional features, their options, and the errors for bad input
+    errors.py           checks of options, and the errors for bad input
+    features.py         how optional features are found
     observers.py        what an optional feature can do, and when
     kernels.py          finds the libraries of fast kernels
-    __main__.py         `python -m nanoengine` starts the extensions' terminal.py
+    __main__.py         `python -m nanoengine` starts the terminal of nanoengine_extras
 
 The engine needs no other package in this repository.
 """

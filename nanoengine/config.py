@@ -65,8 +65,8 @@ class EngineConfig(Options):
     enable_prefix_caching: reuse cached blocks that hold the same tokens.
     batch_invariant: guarantee that a request's logits and tokens have the same bits whatever runs
         with it, and however it was chunked, preempted or cached. On a CPU with packed weights this
-        always holds; where it cannot hold, True is an error. Every block_size that is a multiple of
-        32 gives the same bits; other sizes may not, because they group the sums differently.
+        always holds; where it cannot be kept, True is an error. Use a block_size divisible by 32:
+        all of these give the same bits.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step); for comparison, "static" (a batch ends before the
         next one begins) or `overtaking(...)`. For this option and the next three, give a name from

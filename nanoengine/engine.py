@@ -1,5 +1,9 @@
 """`Engine`: a scheduler, a runner, and the one loop that runs steps. It handles tokens, not text.
 
+One forward of the model gives each sequence at most one new token, so a completion needs as many
+steps as it has tokens. Between two steps the engine can do everything that does not fit a fixed
+batch: sequences end, others join, memory changes hands.
+
     while engine.has_unfinished():
         sequences_with_a_new_token = engine.step()
 

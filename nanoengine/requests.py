@@ -8,9 +8,8 @@ step runs here.
 ended or, with nanoengine_extras/sampling/texts.py, as its tokens arrive.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from numbers import Integral
@@ -96,15 +95,13 @@ class Request:
     prompt: the text, None if only token ids were given.
     seqs: a sequence for each completion.
     index: which of the call's prompts it is.
-    features: those that fill in its outputs.
-    text_of: returns the text of a completion that has ended.
+    inputs: the `InputProcessor` that made it.
     """
 
     prompt: str | None
     seqs: list[Sequence]
     index: int = 0
-    features: Features = field(default_factory=Features)
-    text_of: Callable[[Sequence], str] = lambda seq: ""
+    inputs: Any = None
 
     seq = property(lambda self: self.seqs[0])
     request_id = property(lambda self: self.seq.request_id)
@@ -125,13 +122,13 @@ class Request:
         outputs = [self._completion(each) for each in self.seqs]
         output = RequestOutput(self.request_id, self.prompt, token_ids, outputs,
                                self.is_finished, index=self.index)
-        self.features.call("output", self.seqs, output)
+        self.inputs.features.call("output", self.seqs, output)
         return output
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
         # an interrupted step can leave a pending token
         token_ids = seq.token_ids[seq.num_prompt_tokens:seq.num_known_tokens]
-        text = self.text_of(seq) if seq.finish_reason else ""
+        text = self.inputs.text_of(seq) if seq.finish_reason else ""
         return CompletionOutput(
             seq.index, text, token_ids, None, None, seq.finish_reason, seq.stop_reason)
 
@@ -179,14 +176,14 @@ class InputProcessor:
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
         self.numbers = count()
 
-    # a copy: a call with truncation=True changes a tokenizer for other threads, too
+    # a copy: a user's call with truncation=True changes the tokenizer itself
     tokenizer_of_user = cached_property(lambda self: deepcopy(self.get_tokenizer()))
 
     def get_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer:
             return self.tokenizer
-        raise rejected("tokenizer", None, "given (`skip_tokenizer_init=True`?) for text, grammars")
+        raise ValueError("there is no tokenizer: give token ids, or LLM(tokenizer=…)")
 
     def make_requests(self, prompts: Prompts, params: Params,
                       priority: object = None) -> list[Request]:
@@ -227,9 +224,8 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             token_ids = part("truncate", params, None)(token_ids, params, most)
         if not 0 < len(token_ids) < most:
-            raise ValueError(
-                f"{name} has {len(token_ids)} tokens: a decoder prompt cannot be empty and must be "
-                f"shorter than max_model_len={most}, as the maximum context length is only {most}")
+            raise ValueError(f"{name} has {len(token_ids)} tokens: it must have 1 to {most - 1}, "
+                             f"as max_model_len={most} is the maximum context length")
         return text, token_ids
 
     def _request_of(self, place: int, prompt: Parsed, params: SamplingParams,
@@ -254,7 +250,7 @@ class InputProcessor:
         seqs = [seq, *seq.forks]
         self.features.check(params.options)
         self.features.call("enter", seqs, self)
-        return Request(text, seqs, place, self.features, self.text_of)
+        return Request(text, seqs, place, self)
 
     def text_of_ended(self, seq: Sequence) -> str:
         """Returns the text that the tokens of a completion add to its prompt, without the token

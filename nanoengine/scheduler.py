@@ -1,16 +1,23 @@
 """`Scheduler`: decides which sequences the next step computes, how many tokens of each, and which
 sequences are preempted.
 
+A step that generates tokens reads all weights of the model, whether for one sequence or for a
+hundred: so many sequences share each step. They end at different times. If a batch ran until its
+longest sequence ended, the places of the others would stay empty; so each step is planned anew, and
+a prompt joins as soon as there is a place and memory for it (continuous batching).
+
 Two deques, waiting and running, and one `Batch` for each step. Plain Python: it knows tokens and
 blocks, but not tensors or text. The policies are functions in policies.py.
 
-                 admit: gets blocks for all its tokens                  finish: frees its blocks
-    add ──▶ waiting ─────────────────────────────────▶ running ──────────────────────────▶ done
-               ▲   swapped in, from the prefix cache      │
-               │   or computed again                      │
-               └──────────────── preempt ─────────────────┘
-                 to the front; loses its blocks, keeps its tokens; what was computed is swapped
-                 out, or dropped (the prefix cache may still hold it)
+                     admit: gets blocks for all its tokens           finish: frees its blocks
+    enqueue ──▶ waiting ─────────────────────────────▶ running ───────────────────────▶ done
+                   ▲   computed again, but for what       │
+                   │   the prefix cache still has         │
+                   └────────────── preempt ───────────────┘
+                     to the front; loses its blocks, keeps its tokens
+
+With nanoengine_extras/running/swapping.py, the blocks of a preempted sequence can be copied to the
+host, and back.
 """
 
 from bisect import insort_left, insort_right
@@ -61,7 +68,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Chooses the sequences of the next step, and gives them the blocks that they need."""
-        # a policy chooses candidates, and calls `build` with them
+        # one of policies.py, such as `mixed`: it chooses candidates, and calls `build` with them
         batch = self.fill(self)
         # empty if all runnable sequences wait for a token
         if batch:
@@ -100,7 +107,9 @@ class Scheduler:
         preempted none.
         """
         manager = self.block_manager
-        # a sequence without blocks still waits: it cannot run, even if a policy chose it
+        # A running sequence has blocks for all its tokens but, at most, the newest one: so each
+        # sequence here lacks exactly one block. One without blocks still waits: it cannot run, even
+        # if a policy chose it.
         lacking = [seq for seq in candidates
                    if 0 < len(seq.block_table) * manager.block_size < len(seq.token_ids)]
         has_room = len(lacking) <= manager.num_free_blocks
@@ -120,8 +129,10 @@ class Scheduler:
         if not num_tokens:
             return
         if stop == len(seq.token_ids):
+            # its index, once it is appended below
+            source = len(batch)
             # The parent comes last: its forks must share its blocks before it can finish.
-            batch.sampled += [Row(len(batch), each, stop) for each in (*seq.forks, seq)]
+            batch.sampled += [Row(source, each, stop) for each in (*seq.forks, seq)]
             seq.forks = []
         # a sequence admitted later in this step can share these blocks
         if num_tokens > 1:
@@ -143,23 +154,26 @@ class Scheduler:
     def advance(self, batch: Batch) -> None:
         """Counts a launched step as computed, so that the next one can be scheduled.
 
-        Its sampled tokens join their sequences as pending tokens. A sequence that reaches its
-        maximum length with its pending token is finished at once. Sequences that finished since the
-        step was scheduled are skipped.
+        Its sampled tokens join their sequences as pending tokens. Forks begin here. A sequence that
+        reaches its maximum length with its pending token is finished at once. Sequences that
+        finished since the step was scheduled are skipped.
         """
         batch.is_advanced = True
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
             if not seq.finish_reason:
                 stop = start + num_tokens
-                # the sequence's last block is now full
+                # for decodes: `_add_tokens` has already registered the blocks of prefills, all but
+                # one with a pending token
                 if stop % self.block_manager.block_size == 0:
                     self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop
-        for number, (source, seq, _) in enumerate(batch.sampled):
+        for number, row in enumerate(batch.sampled):
+            seq = row.seq
             if not seq.finish_reason:
                 seq.token_ids.append(-1 - number)
-                if seq is not batch.sequences[source]:
-                    self.fork(batch.sequences[source], seq)
+                parent = batch.sequences[row.source]
+                if seq is not parent:
+                    self.fork(parent, seq)
                 if len(seq.token_ids) == seq.max_num_tokens:
                     self.finish(seq, "length")
 
@@ -176,8 +190,10 @@ class Scheduler:
         if not batch.is_advanced:
             self.advance(batch)
         taken = []
-        for (_, seq, _), token_id in zip(batch.sampled, token_ids):
-            # a sequence that has ended in the meantime has no pending token
+        for row, token_id in zip(batch.sampled, token_ids):
+            seq = row.seq
+            # a sequence that ended before this step was advanced got no pending token, and its draw
+            # is dropped
             if seq.token_ids[-1] < 0:
                 taken.append(seq)
                 seq.token_ids[-1] = token_id
@@ -185,8 +201,8 @@ class Scheduler:
                     # the prefix cache forgets its blocks, whose K and V can be NaN as well
                     self.block_manager.forget(seq.block_hashes)
                     del seq.token_ids[-1]
-                    reason = "its logits are NaN or infinite (model, processors) or constraints"
-                    error = seq.error or f"request {seq.request_id}: {reason} leave no token"
+                    reason = "no token can be sampled: the logits are not finite, or constraints"
+                    error = seq.error or f"request {seq.request_id}: {reason} forbid all tokens"
                     self.finish(seq, "error", str(error))
                 elif token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])

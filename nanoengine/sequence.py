@@ -2,14 +2,19 @@
 
 `Batch`: one step of several sequences, which scheduler.py plans and model_runner.py computes.
 
-Both are plain data, without tensors.
+A model gives the next token after all tokens so far. It does not compute those again each time: the
+keys and values of their attention (K and V) stay in memory, in the KV cache. So a sequence is a
+list of tokens, and a note of how many of them are in the cache, and where.
+
+Both classes are plain data, without tensors.
 
     token_ids    Once upon a | time there was | a fox        num_tokens = 8
     computed     ─────────────────────────────▶              num_computed_tokens = 6
     block_table  [   4      ] [      9       ] [  2     ]    blocks of 3 tokens
 
-A step computes one or more of the tokens that are not computed yet: here "a", or "a fox". This is
-called a decode if only one token was left, and a prefill if there were several.
+A step computes tokens that have no K and V yet, here "a", or "a fox". If only one token is left,
+the newest, this is called a decode; if there are several, a prefill, which can take several steps
+(chunks). To the kernels, a chunk of one token is a decode, too.
 """
 
 from array import array
@@ -33,7 +38,7 @@ def hash64(seed: int, number: int) -> int:
 
 
 def fresh(make: Any = lambda: None) -> Any:
-    """A field that only the engine sets. In a new object or a fork, its value is `make()`."""
+    """A field that no constructor takes: a new object, or a fork, begins with `make()`."""
     return field(default_factory=make, init=False)
 
 
@@ -125,9 +130,9 @@ class Copies:
 class Row(NamedTuple):
     """A row of logits, for the token of `seq` at `position`.
 
-    source: the batch index of the sequence that computes the token before `position`: `seq` itself,
-        or its parent, if `seq` is a new fork. Features can add rows: for a finished sequence, whose
-        token is dropped, or for a copy of a running one (speculation).
+    source: the index in `Batch.sequences` of the sequence whose hidden state gives the logits:
+        `seq` itself, or its parent, if `seq` is a fork that begins. Features can add rows: for a
+        finished sequence, whose token is dropped, or for a copy of a running one (speculation).
     """
 
     source: int
@@ -137,7 +142,8 @@ class Row(NamedTuple):
 
 @dataclass(repr=False)
 class Batch:
-    """One step: the whole message from scheduler to runner.
+    """One step, as the scheduler decided it. When the step is launched, the runner also reads the
+    tokens, block tables and parameters of its sequences.
 
     For sequence i, the step computes `num_tokens[i]` tokens from `starts[i]` on. Both are copies:
     a batch can still be read after its sequences change.

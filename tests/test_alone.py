@@ -86,14 +86,14 @@ REFUSED = [
     ("SamplingParams(min_tokens=9, max_tokens=5)", "min_tokens=9"),
     ("SamplingParams(stop='abc')", "stop='abc'"),
     ("SamplingParams(stop=['abc'], detokenize=False)", "detokenize=False"),
-    ("SamplingParams(n=2, temperature=0)", "got 2"),
+    ("SamplingParams(n=2, temperature=0)", "n=2"),
     ("SamplingParams(logit_bias={1: 2})", "={1: 2} needs nanoengine_extras/sampling/constraints.py"),
     ("SamplingParams(min_tokens=2)", "=2 needs nanoengine_extras/sampling/constraints.py"),
     ("llm.generate([[]])", "prompts\\[0\\] has 0 tokens"),
     ("llm.generate([[5, -1]])", "prompts\\[0\\]: token id -1 is out of vocabulary"),
     ("llm.generate([[5], [10**6]])", "prompts\\[1\\]: token id 1000000 is out of vocabulary"),
     ("llm.generate([[5] * 300])", "prompts\\[0\\] has 300 tokens"),
-    ("llm.generate(['a text'])", "tokenizer"),
+    ("llm.generate(['a text'])", "there is no tokenizer"),
     ("llm.generate([[5]], [SamplingParams()] * 2)", "longer")]
 
 

@@ -94,12 +94,12 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
 
 
 @pytest.mark.parametrize("prompts, params, message", [
-    ("", GREEDY, r"prompts\[0\].*decoder prompt cannot be empty"),
-    (["a", []], GREEDY, r"prompts\[1\].*decoder prompt cannot be empty"),
+    ("", GREEDY, r"prompts\[0\].*has 0 tokens: it must have 1 to"),
+    (["a", []], GREEDY, r"prompts\[1\].*has 0 tokens: it must have 1 to"),
     (["a", [5, 867]], GREEDY, r"prompts\[1\].*token id 867 is out of vocabulary.*0 to 866"),
     ([[-1]], GREEDY, "token id -1 is out of vocabulary"),
     ([[1] * 2048], GREEDY, "prompts.0. has 2048 tokens.*max_model_len=2048"),
-    ([[1] * 9999], GREEDY, "prompts.0. has 9999 tokens.*maximum context length is only 2048"),
+    ([[1] * 9999], GREEDY, "prompts.0. has 9999 tokens: it must have 1 to 2047"),
     ("a\ud800b", GREEDY, r"prompts\[0\]: "),
     ("a", SamplingParams(stop_token_ids=[867]), "stop_token_ids: token id 867 is out of"),
     ("a", SamplingParams(allowed_token_ids=[9999]), "allowed_token_ids: token id 9999"),

@@ -570,7 +570,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tiny):
             llm.step()
         answer = body.response([request.output()], "tiny")
         assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["text"] == ""
-        with pytest.raises(ValueError, match="prompt: tokenizer=None is not accepted: it must be"):
+        with pytest.raises(ValueError, match="prompt: there is no tokenizer: give token ids"):
             server.read(body, b'{"prompt": "a text"}')
         server.engine.close()
 

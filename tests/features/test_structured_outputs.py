@@ -709,7 +709,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request(llm):
     plain = SamplingParams(structured_outputs={"regex": "[0-9]{3}"}, seed=1)
     first, second = llm.generate(["Once"] * 2, [hard, plain], use_tqdm=False)
     assert first.outputs[0].finish_reason == "error"
-    assert "leave no token" in first.outputs[0].stop_reason
+    assert "forbid all tokens" in first.outputs[0].stop_reason
     assert second.outputs[0].finish_reason == "stop" and second.outputs[0].text.isdigit()
 
 
@@ -766,7 +766,7 @@ def test_an_incomplete_text_does_not_end(llm):
                                     allowed_token_ids=allowed)
             completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
             assert (completion.text, completion.finish_reason) == ("a", "error")
-            assert "leave no token" in completion.stop_reason
+            assert "forbid all tokens" in completion.stop_reason
     # a text that is complete, where EOS is allowed, and where it is not
     for allowed, reason in (([a, b, *llm.inputs.eos_tokens], "stop"), ([a, b], "error")):
         params = SamplingParams(structured_outputs={"regex": "ab"}, min_tokens=8,
