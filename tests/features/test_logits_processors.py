@@ -1,5 +1,6 @@
 """A user's own functions on logits: what they see, what they may return, and what they raise."""
 
+import contextlib
 import itertools
 import math
 import re
@@ -46,10 +47,15 @@ def test_a_row_whose_processors_leave_nothing_has_no_token(options, found, tempe
     assert sample(torch.zeros(3, 5), rows)[0] == [expected[0], found, expected[2]]
 
 
-@pytest.mark.parametrize("result", [
-    torch.zeros(20), torch.zeros(1, 19), torch.zeros(1, 1), torch.zeros(2, 20), torch.tensor(0.0),
-    torch.zeros(1, 20, device="meta"), torch.zeros(1, 20).to_sparse(),
-    torch.zeros(1, 20, dtype=torch.int64), torch.ones(1, 20, dtype=torch.bool), None, [[0.0] * 20]])
+def results(size: int) -> list:
+    """What a processor must not return."""
+    return [torch.zeros(size), torch.zeros(1, size - 1), torch.zeros(1, 1), torch.zeros(2, size),
+            torch.tensor(0.0), torch.zeros(1, size, device="meta"), torch.zeros(1, size).to_sparse(),
+            torch.zeros(1, size, dtype=torch.int64), torch.ones(1, size, dtype=torch.bool), None,
+            [[0.0] * size]]
+
+
+@pytest.mark.parametrize("result", results(20))
 def test_a_result_of_another_shape_or_kind_is_an_error_that_names_the_request(result):
     for processors in ([give(result)], [give(result), give(torch.zeros(1, 20))]):
         seq = make(logits_processors=processors)
@@ -131,21 +137,6 @@ def test_a_processor_that_returns_nan_at_its_third_token(llm):
     assert completion.finish_reason == "error" and "processors" in completion.stop_reason
 
 
-@pytest.mark.parametrize("error", [GeneratorExit, StopIteration, KeyboardInterrupt])
-def test_what_a_processor_raises_is_not_taken_for_the_end(llm, error):
-    def raise_it(input_ids, scores):
-        raise error
-
-    params = SamplingParams(max_tokens=3, logits_processors=[raise_it])
-    expected = ValueError if issubclass(error, Exception) else (error, RuntimeError)
-    with pytest.raises(expected):
-        llm.generate(["a", "b"], [GREEDY, params], use_tqdm=False)
-    check_idle(llm)
-    with pytest.raises(expected):
-        list(llm.stream(["a", "b"], [GREEDY, params]))
-    check_idle(llm)
-
-
 # ----------------------------------------------------------------- beside other requests
 
 
@@ -209,21 +200,18 @@ def test_the_error_of_a_processor_has_its_cause(tiny_llm):
         assert request.seq.stop_reason.endswith(str(error) or repr(error))
 
 
-@pytest.mark.parametrize("result", [
-    torch.zeros(320), torch.zeros(1, 319), torch.zeros(2, 320), torch.tensor(0.0),
-    torch.zeros(1, 320, device="meta"), torch.zeros(1, 320).to_sparse(),
-    torch.zeros(1, 320, dtype=torch.int64), None, [[0.0] * 320]])
-def test_a_result_of_another_shape_or_kind_ends_its_own_request(tiny_llm, result):
+def test_a_result_of_another_shape_or_kind_ends_its_own_request(tiny_llm):
     use_policies(tiny_llm)
     prompts = random_prompts([3, 4])
     expected = token_ids(generate(tiny_llm, prompts))
-    for processors in ([lambda *_: result], [lambda *_: result, lambda _, scores: scores]):
-        params = [GREEDY, SamplingParams(logits_processors=processors)]
-        good, bad = run(tiny_llm, prompts, params)
-        assert good.output().outputs[0].token_ids == expected[0]
-        assert bad.seq.finish_reason == "error" and not bad.output().outputs[0].token_ids
-        assert isinstance(bad.seq.error.__cause__, TypeError)
-        assert "and not floats of shape (1, 320)" in bad.seq.stop_reason
+    for result in results(320):
+        for processors in ([lambda *_: result], [lambda *_: result, lambda _, scores: scores]):
+            params = [GREEDY, SamplingParams(logits_processors=processors)]
+            good, bad = run(tiny_llm, prompts, params)
+            assert good.output().outputs[0].token_ids == expected[0]
+            assert bad.seq.finish_reason == "error" and not bad.output().outputs[0].token_ids
+            assert isinstance(bad.seq.error.__cause__, TypeError)
+            assert "and not floats of shape (1, 320)" in bad.seq.stop_reason
 
 
 def test_a_processor_that_leaves_no_token_is_no_error_of_its_own(tiny_llm):
@@ -233,15 +221,23 @@ def test_a_processor_that_leaves_no_token_is_no_error_of_its_own(tiny_llm):
     assert request.seq.finish_reason == "error" and request.seq.error is None
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
 def test_what_is_no_exception_breaks_the_step(tiny_llm, error):
+    """Nor is it taken for the end of a stream. StopIteration is one, and ends its call."""
     prompts = random_prompts([3, 4])
     expected = token_ids(generate(tiny_llm, prompts))
     params = [GREEDY, SamplingParams(logits_processors=[fail_with(error())])]
+    raised = ValueError if error is StopIteration else (error, RuntimeError)
+    for call in (tiny_llm.generate, lambda *given: [*tiny_llm.stream(*given)]):
+        with pytest.raises(raised):
+            call(prompts, params)
+        check_idle(tiny_llm)
     requests = tiny_llm.add(prompts, params)
-    with pytest.raises(error):
+    with contextlib.suppress(error):
         while tiny_llm.engine.has_unfinished():
             tiny_llm.step()
+        assert error is StopIteration
     assert token_ids(generate(tiny_llm, prompts)) == expected
     check_idle(tiny_llm)
-    assert {request.seq.finish_reason for request in requests} == {"abort"}
+    reasons = {"error", "length"} if error is StopIteration else {"abort"}
+    assert {request.seq.finish_reason for request in requests} == reasons
