@@ -20,6 +20,7 @@ import codecs
 import json
 import os
 import sys
+import traceback
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -234,7 +235,7 @@ def run(flags: argparse.Namespace) -> None:
         has_grown = any(map(bytes.strip, file))
     if job.num_errors:
         print(f"{job.num_errors} of {total} lines failed: their records in {flags.output_file} say "
-              "why", file=sys.stderr)
+              "why; delete these records, and run the same command to try again", file=sys.stderr)
     if has_grown:
         sys.exit(f"{flags.input_file} grew during the job. The same command computes the rest.")
     if job.num_errors and flags.strict:
@@ -255,6 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
     flags = parser.parse_args(arguments)
     output = flags.output_file
+    if not flags.input_file.is_file():
+        parser.error(str(rejected("--input-file", f"{flags.input_file}", "a file that exists")))
     if output.exists() and not output.is_file():
         parser.error(f"{output} is not a file of results that a job can continue: choose another")
     if not output.parent.is_dir():
@@ -265,7 +268,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"{output}: another job is writing to this file: wait for it, or choose another")
     except ValueError as error:
         parser.error(" ".join(str(error).split()))
-    except (OSError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if not isinstance(error, (OSError, KeyboardInterrupt)):
+            # the last line still says what to do
+            traceback.print_exc()
         has_results = output.is_file() and output.stat().st_size
         kept = f" {output} has the results; run the same command to go on." if has_results else ""
         sys.exit(f"Stopped by {str(error) or repr(error)}.{kept}")

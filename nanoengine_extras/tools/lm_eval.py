@@ -28,16 +28,20 @@ class NanoengineLM(TemplateLM):
     """An `LLM` with the methods that lm-evaluation-harness calls.
 
     pretrained: a folder or a Hugging Face id. batch_size, max_batch_size: have no effect, as the
-    engine makes its own batches. options: the keywords of `LLM`.
+    engine makes its own batches. device: as in `LLM`; the harness passes "cuda:0" if its user has
+    named none, so that means the GPU if there is one. options: the other keywords of `LLM`.
     """
 
     # all tokens of a text come from one model
     backend = "causal"
 
-    def __init__(self, pretrained: str, batch_size: Any = None, max_batch_size: Any = None,
-                 **options: Any) -> None:
+    def __init__(self, pretrained: str = "", batch_size: Any = None, max_batch_size: Any = None,
+                 device: str | None = None, **options: Any) -> None:
         super().__init__()
-        self.llm = LLM(pretrained, **options)
+        if not pretrained:
+            raise ValueError("pretrained is missing: give --model_args pretrained=MODEL")
+        device = "auto" if device in (None, "cuda:0") else device
+        self.llm = LLM(pretrained, device=device, **options)
         self.tokenizer: Any = self.llm.get_tokenizer()
         # the tokens of a window; the token after it is scored, too
         self.max_length = self.llm.inputs.max_model_len - 1
@@ -119,7 +123,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Starts lm-evaluation-harness on the command line, with this model."""
     given = sys.argv[1:] if arguments is None else arguments
     sys.argv = ["lm_eval", "run", "--model", "nanoengine", *given]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except OSError as error:
+        raise ValueError(f"{error}: check the network, since the data of a task is downloaded when "
+                         "it is first used; or give --tasks of which it is on disk") from error
+    except ValueError as error:
+        advice = "; `lm-eval ls tasks` lists those for --tasks" if "asks " in str(error) else ""
+        raise ValueError(f"{error}{advice}") from error
 
 
 if __name__ == "__main__":

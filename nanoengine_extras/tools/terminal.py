@@ -91,6 +91,8 @@ def main() -> None:
         if args.model is None:
             note(f"the model is {DEFAULT_MODEL}, since --model was not given")
         llm = LLM(DEFAULT_MODEL if args.model is None else args.model)
+        if args.chat and not getattr(llm.inputs.tokenizer, "chat_template", True):
+            raise ValueError(f"{llm.config.model} has no chat template: leave out --chat")
         if args.chat and args.prompt is None:
             converse(llm, params)
         elif args.chat:

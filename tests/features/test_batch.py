@@ -508,8 +508,10 @@ def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
     with pytest.raises(SystemExit, match="not a result of this job"):
         batch.main(["--model", bundled, "-i", str(job.source), "-o", str(job.source)])
     assert job.source.read_bytes() == as_line({"prompt": "one"})[:-1], "it is as it was"
-    with pytest.raises(SystemExit, match="No such file"):
-        batch.main(["--model", bundled, "-i", str(tmp_path / "none"), "-o", str(job.target)])
+    for source in (tmp_path / "none", tmp_path):
+        with pytest.raises(SystemExit):
+            batch.main(["--model", bundled, "-i", str(source), "-o", str(job.target)])
+        assert "is not accepted: it must be a file that exists" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         batch.main(["--model", bundled, "-i", str(job.source), "-o", "/dev/full"])
     assert "/dev/full is not a file" in capsys.readouterr().err

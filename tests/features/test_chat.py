@@ -470,6 +470,44 @@ def test_what_is_dropped_is_said(prompt, caplog):
     assert caplog.messages == ["tools are dropped: the chat template does not use any"]
 
 
+# templates that leave out what they do not know, one that names the role, and one that changes texts
+BRANCHES = each("{% if m.role == 'system' %}S:{{ m.content }}{% elif m.role == 'user' %}"
+                "U:{{ m.content }}{% elif m.role == 'assistant' %}A:{{ m.content }}{% endif %}")
+NAMES_IT = each("{% if m.role in ['developer', 'tool'] %}{{ m.role }}:{{ m.content }}{% endif %}")
+CHECKED = each("{% if m.content[0] != '[' %}{{ raise_exception('a list') }}{% endif %}"
+               "{{ m.content | length }}")
+
+
+@pytest.mark.parametrize("content", ["be brief", [{"type": "text", "text": "be brief"}]])
+@pytest.mark.parametrize("template, expected", [
+    (BRANCHES, "S:be brief"), (NAMES_IT, "developer:be brief"),
+    (each("{{ m.role }}:{{ m.content }}"), "system:be brief"),
+    (each("{% if m.role == 'system' %}" + loop("m.content") + "{% endif %}"), "[be brief]")])
+def test_a_developer_is_the_system_unless_the_template_names_it(prompt, template, expected,
+                                                                content):
+    assert prompt([{"role": "developer", "content": content}], template) == expected
+
+
+@pytest.mark.parametrize("messages, template, lost", [
+    (conversation(OBJECT), BRANCHES, ["tool calls", "messages of 'tool'"]),
+    (conversation(OBJECT), ITEMS, []), (conversation(OBJECT), TO_JSON, []),
+    (conversation(OBJECT), NAMES_IT, ["tool calls"]),
+    (conversation(TEXT), each(QWEN3), ["messages of 'tool'"]),
+    ([{"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}],
+     BRANCHES, ["tool calls"]),
+    ([{"role": "function", "content": [{"type": "text", "text": "no"}]}], BRANCHES,
+     ["messages of 'function'"]),
+    ([{"role": "system", "content": "be brief"}], NAMES_IT, ["messages of 'system'"]),
+    # not by its whole text, and not at all if the template checks it
+    ([{"role": "tool", "content": "straße"}], each("{{ m.content | replace('a', 'b') }}"), []),
+    ([{"role": "tool", "content": "[1]"}], CHECKED, []),
+    ([{"role": "tool", "content": " a \n"}], each("{{ m.content | trim }}"), [])])
+def test_what_a_template_leaves_out_is_said(prompt, caplog, messages, template, lost):
+    prompt(messages, template, tools=None)
+    assert [text.partition(" are dropped: the chat template does not write any")[0]
+            for text in caplog.messages] == lost
+
+
 # -------------------------------------------------------------------------- through the engine
 
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from conftest import for_feature
+from tokenizers import Tokenizer, decoders, models
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extras.tools.openai_format import (
@@ -15,12 +16,14 @@ from nanoengine_extras.tools.openai_format import (
     NEUTRAL,
     Body,
     by_text,
+    bytes_of,
     object_of,
     options_of,
 )
 
 pytestmark = pytest.mark.needs(
-    "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs", "running.strict", "sampling.structured_outputs", "sampling.texts")
+    "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs",
+    "running.strict", "sampling.structured_outputs", "sampling.texts")
 
 
 def read(llm, body: dict, url: str = COMPLETION) -> Body:
@@ -156,3 +159,39 @@ def test_what_is_no_object(text):
     with pytest.raises(ValueError, match="^--options: JSON"):
         options_of(text)
     assert options_of('{"max_num_seqs": 4}') == {"max_num_seqs": 4}
+
+
+FALLBACK = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                              decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+
+
+@pytest.mark.parametrize("decoder, names, expected", [
+    # byte-level: each letter is a byte
+    (decoders.ByteLevel(), ["Ġa", "ðŁĺ", "Ģ", "ï¿½", "<0xE2>"],
+     [b" a", b"\xf0\x9f\x98", b"\x80", "\ufffd".encode(), b"<0xE2>"]),
+    (FALLBACK, ["▁a", "b", "<0xE6>", "<0x97>", "<0xA5>", "<0x41>", "日"],
+     [b" a", b"b", b"\xe6", b"\x97", b"\xa5", b"A", "日".encode()])])
+def test_bytes_of_tokens(decoder, names, expected):
+    """Joined, they are the text, also where a character has several tokens."""
+    tokenizer = Tokenizer(models.WordLevel({name: place for place, name in enumerate(names)}))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<é|日>"])
+    assert [bytes(bytes_of(tokenizer, place)) for place in range(len(names))] == expected
+    text = tokenizer.decode([*range(len(names))])
+    assert b"".join(expected).decode().strip() == text.strip()
+    assert bytes_of(tokenizer, 10**6) == []
+
+
+def test_bytes_in_answers(llm):
+    """Of the chosen tokens, and of the likeliest ones."""
+    text = "😀é日 — a"
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 3,
+            "max_tokens": 60, "structured_outputs": {"choice": [text]}}
+    choice, = answer(llm, body, CHAT)["choices"]
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(each["bytes"]) for each in entries).startswith(text.encode())
+    for each in entries:
+        assert each["bytes"] and len(each["top_logprobs"]) == 3
+        assert all(top["bytes"] == [*top["token"].encode()] for top in each["top_logprobs"]
+                   if "\ufffd" not in top["token"] and top["token"].isascii() and top["token"])
+    assert any(not each["token"] for each in entries), "a part of a character"
