@@ -54,7 +54,7 @@ class PackedWeight(NamedTuple):
         """
         weight = Weight(numbers, scales, zeros, lows, table, above, bits)
         found = to_bytes(weight, group, dtype, space)
-        return found and cls(*found, tuple(numbers.shape), dtype)
+        return found and cls(*found, (len(numbers), numbers.shape[1]), dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns rows of the weight, (ids, inputs), in float32."""
@@ -210,7 +210,7 @@ class QuantizedEmbedding(nn.Embedding):
 
     was_read = False
     # what a printed embedding shows
-    padding_idx = max_norm = None  # type: ignore[assignment]
+    padding_idx = max_norm = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
     def __init__(self, packed: PackedWeight, plain: nn.Embedding | None = None) -> None:
@@ -236,9 +236,10 @@ class QuantizedEmbedding(nn.Embedding):
             dtype = self.packed.dtype
             some = ids.flatten().split(ROWS)
             rows = torch.cat([self.packed.rows(each).to(dtype) for each in some])
-            if self.plain is None:
-                return rows.view(*ids.shape, -1)
             places = torch.arange(ids.numel(), device="cpu").view(ids.shape)
+        # a mode can show the result in another dtype
+        if self.plain is None:
+            return F.embedding(places, rows)
         return functional_call(self.plain, {"weight": rows}, (places,))
 
 

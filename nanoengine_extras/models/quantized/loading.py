@@ -91,11 +91,11 @@ class Loading:
         """Allocates memory for all weights but those that can be packed."""
         for parent in model.modules():
             has_halves = hasattr(parent, "gate_up_proj") and kind_of(parent) is GatedMLP
+            module: Any
             for name, module in parent.named_children():
                 if isinstance(module, nn.Embedding) or kind_of(module) is PackedLinear:
                     halves = 2 if has_halves and name == "gate_up_proj" else 1
-                    weight: Any = module.weight
-                    self.places[storage_of(weight)] = Place(parent, name, halves, {})
+                    self.places[storage_of(module.weight)] = Place(parent, name, halves, {})
                     if getattr(module, "bias", None) is not None:
                         empty = torch.empty_like(module.bias, device=device)
                         module.bias = nn.Parameter(empty, requires_grad=False)
@@ -112,7 +112,7 @@ class Loading:
                 # frees it
                 self.last = None, None
                 self.last = tensor, read_part(tensor, self.dtype)
-            place.parts[target.storage_offset()] = self.last[1]
+            place.parts[int(target.storage_offset())] = self.last[1]
             self.finish(place)
         return torch.empty(tensor.get_shape(), device="meta")
 
