@@ -82,7 +82,7 @@ def test_an_init_counts():
 
 # features that have kernels of their own, of the pieces of a library's; imported only with it
 WITH_KERNELS = {f"nanoengine_extras.models.{name}" for name in (
-    "quantized.modules", "quantized.transformers_linears", "quantized.transformers_modules",
+    "quantized.loading", "quantized.transformers_linears",
     "transformers_models.row_norms", "experts")}
 STREETS = ("models", "running", "sampling")
 

@@ -22,10 +22,10 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.errors import naming
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
-from nanoengine_extras.cpu.packed import layout
+from nanoengine_extras.cpu.packed import QuantizedLinear
 from nanoengine_extras.models.quantized import (
     choose_opener, formulas, gguf_files, gguf_header, gguf_numbers)
-from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.models.quantized.stored import Stored
 
 # the parts of one weight, by the ends of their names
@@ -418,18 +418,19 @@ def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_low
 def linear_of(weights: list[formulas.Grouped], dtype: torch.dtype, halves: int, bias: Tensor | None,
               kind: type) -> Any:
     """A linear with these weights one below the other: packed, or dequantized."""
-    rows = [len(weight.numbers) for weight in weights]
-    linear: Any = torch.nn.Linear(weights[0].numbers.shape[1], sum(rows), bias is not None)
-    linear.__class__ = kind
-    linear.requires_grad_(False)
-    linear.halves = halves
-    if bias is not None:
-        linear.bias = torch.nn.Parameter(bias.to(dtype), False)
+    linear: Any
     if kind is QuantizedLinear:
-        linear.keep([layout.pack(weight, dtype) for weight in weights], rows, dtype)
+        parts: Any = [pack(weight, dtype) for weight in weights]
+        linear = QuantizedLinear(parts, halves)
     else:
         whole = torch.cat([weight.dequantized() for weight in weights]).to(dtype)
+        linear = torch.nn.Linear(1, 1, bias=False)
+        linear.__class__ = kind
         linear.weight = torch.nn.Parameter(whole, False)
+        linear.halves = halves
+    if bias is not None:
+        linear.bias = torch.nn.Parameter(bias.to(dtype), False)
+    if kind is PackedLinear:
         linear.pack()
     return linear
 

@@ -14,7 +14,7 @@ from quantizing import GREEDY, OPTIONS, PROMPTS, add_sizes, generated, gguf_name
 from nanoengine import LLM
 from nanoengine_extras.models import gguf_families, gguf_tokenizers
 from nanoengine_extras.models.quantized import gguf_files, gguf_header
-from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=320, max_position_embeddings=512, pad_token_id=0)

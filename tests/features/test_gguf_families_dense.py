@@ -13,7 +13,7 @@ from quantizing import (
 
 from nanoengine import LLM
 from nanoengine_extras.models.quantized import gguf_header
-from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,

@@ -15,7 +15,7 @@ from quantizing import (
 from nanoengine import LLM
 from nanoengine_extras.models import gguf_families
 from nanoengine_extras.models.quantized import gguf_files
-from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=256, head_dim=64,
              num_hidden_layers=2, num_attention_heads=HEADS["q_proj"], num_experts=5,

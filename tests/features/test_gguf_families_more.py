@@ -15,7 +15,7 @@ from quantizing import (
 
 from nanoengine import LLM
 from nanoengine_extras.models.quantized import gguf_header
-from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(
     hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -31,10 +31,12 @@ from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extras.models import quantized
 from nanoengine_extras.running import memory
 from nanoengine_extras.cpu import compiling
-from nanoengine_extras.cpu.packed import layout
-from nanoengine_extras.cpu.products import BLOCKS
+from nanoengine_extras.models.quantized.loading import pack
+from nanoengine_extras.cpu.packed import PackedWeight
+from nanoengine_extras.cpu.packed.layout import padding
+from nanoengine_extras.cpu.packed.order import BLOCKS, HAS_TABLES
 from nanoengine_extras.models.quantized import (
-    formulas, gguf_header, gguf_numbers, methods, modules)
+    formulas, gguf_header, gguf_numbers, loading, methods)
 from nanoengine_extras.models.quantized.stored import open_rounded
 
 fixtures = make_gguf, make_quantized
@@ -908,7 +910,7 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     """Their outputs fill no blocks, or their groups pad the inputs differently: dequantized, with a
     line in the log. With AVX2, 32 outputs fill two blocks."""
     lines: list[str] = []
-    monkeypatch.setattr("nanoengine_extras.models.quantized.modules.warn_once", lines.append)
+    monkeypatch.setattr("nanoengine_extras.models.quantized.loading.warn_once", lines.append)
     options = dict(num_attention_heads=2, num_key_value_heads=1, hidden_size=256, head_dim=32)
     path, model = make_gguf(["Q8_0"], "Qwen3", **options)
     with LLM(path, **OPTIONS) as llm:
@@ -919,8 +921,8 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
         assert "layers.0.self_attn.o_proj" in names
         assert any("some fused projections are dequantized" in line for line in lines) != are_one
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
-    assert layout.padding(320, 128, torch.bfloat16) == 64
-    assert layout.padding(320, 32, torch.bfloat16) == 0
+    assert padding(320, 128, torch.bfloat16) == 64
+    assert padding(320, 32, torch.bfloat16) == 0
 
 
 @pytest.mark.parametrize("inputs", [96, 100, 1000])
@@ -959,8 +961,8 @@ def test_a_packed_weight_of_gguf(kind):
     found = gguf_numbers.grouped(torch.from_numpy(rows), kind)
     assert torch.equal(found.dequantized(), wanted)
     for dtype in (torch.bfloat16, torch.float32):
-        part = layout.pack(found, dtype)
-        assert torch.equal(layout.rows_of(part, torch.arange(70), 512, dtype), wanted)
+        part = pack(found, dtype)
+        assert torch.equal(part.rows(torch.arange(70)), wanted)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
@@ -995,9 +997,9 @@ def test_scales_of_many_bits_have_no_packed_form():
     weight = draw(64, 64, *PACKED["Q8_0"])
     third = weight._replace(scales=weight.scales.float() / 3)
     for dtype in (torch.bfloat16, torch.float32):
-        assert layout.pack(third, dtype) is None
-        assert layout.pack(weight._replace(scales=weight.scales.float()), dtype) is not None
-    assert layout.pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
+        assert pack(third, dtype) is None
+        assert pack(weight._replace(scales=weight.scales.float()), dtype) is not None
+    assert pack(draw(64, 96, 8, 24, "half", False, False, True), torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("most, bits", [(1, 22), (3, 22), (31, 19), (127, 17), (128, 16)])
@@ -1010,7 +1012,7 @@ def test_scales_of_more_bits_with_smaller_numbers(most, bits):
         scales = torch.randint(2**(count - 1), 2**count, weight.scales.shape) | 1
         found = weight._replace(numbers=numbers.to(torch.int8), scales=scales * 2.0**(-count - 6))
         for dtype in (torch.float32, torch.bfloat16):
-            assert (layout.pack(found, dtype) is not None) == is_packed
+            assert (pack(found, dtype) is not None) == is_packed
             if is_packed:
                 compare_products([found], dtype, (1, 4, 20))
 
@@ -1020,7 +1022,7 @@ def test_numbers_of_more_than_6_bits_with_lows_have_no_packed_form():
     for most, is_packed in ((63, True), (64, False)):
         numbers = weight.numbers.clone()
         numbers[5, 7] = most
-        assert (layout.pack(weight._replace(numbers=numbers), torch.float32) is None) != is_packed
+        assert (pack(weight._replace(numbers=numbers), torch.float32) is None) != is_packed
 
 
 @pytest.mark.parametrize("kinds", [["Q4_K", "Q6_K"], ["Q8_0", "F16", "Q4_1"]])
@@ -1069,7 +1071,7 @@ def test_the_memory_of_a_gguf():
     with LLM(REAL, **BFLOAT16) as llm:
         stored = sum(tensor.n_bytes for tensor in gguf.GGUFReader(REAL).tensors)
         # without AVX-512, numbers of 6 bits take 8
-        most = 1.1 if layout.HAS_TABLES else 1.25
+        most = 1.1 if HAS_TABLES else 1.25
         assert num_bytes(llm.engine.runner.model) < most * stored
 
 
@@ -1098,18 +1100,18 @@ def test_packed_weights_have_to_fit_the_memory(bundled, monkeypatch, quantizatio
 def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
     """While it is loaded."""
     sizes = []
-    pack = layout.pack
-    monkeypatch.setattr(layout, "pack", lambda *arguments: (
+    pack = loading.pack
+    monkeypatch.setattr(loading, "pack", lambda *arguments: (
         sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta)),
         pack(*arguments))[1])
-    place = modules.Loading.place
+    place = loading.Loading.place
 
     def remember(self, placed, device):
         nonlocal model
         model = placed
         place(self, placed, device)
     model: Any = None
-    monkeypatch.setattr(modules.Loading, "place", remember)
+    monkeypatch.setattr(loading.Loading, "place", remember)
     with LLM(bundled, quantization="int8", **OPTIONS) as llm:
         vectors = sum(each.numel() for each in llm.engine.runner.model.parameters()
                       if each.ndim == 1)
@@ -1122,8 +1124,8 @@ def test_the_embedding_of_a_packed_model(make_model, is_tied, has_both, caplog, 
     """The head's, or its own; files can have it under one name, or twice. To tie them, nothing is
     dequantized, unless the files have both."""
     calls: list[tuple] = []
-    dequantized = modules.dequantized
-    monkeypatch.setattr(modules, "dequantized", lambda *given: (
+    dequantized = PackedWeight.dequantized
+    monkeypatch.setattr(PackedWeight, "dequantized", lambda *given: (
         calls.append(given) or dequantized(*given)))
     folder, model = make_model(tie_word_embeddings=is_tied, seed=int(is_tied))
     file = Path(folder) / "model.safetensors"

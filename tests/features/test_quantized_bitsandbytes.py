@@ -19,7 +19,7 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine_extras.cpu import compiling
 from nanoengine_extras.models.quantized import bitsandbytes_files, formulas
-from nanoengine_extras.cpu.packed import layout
+from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.models.quantized.stored import Index
 
 NF4 = torch.tensor([
@@ -98,7 +98,7 @@ def test_tokens_are_those_of_the_model(make_4_bits, kind, is_nested):
     assert generated(folder, max_num_batched_tokens=24, max_num_seqs=2) == expected(model)
     assert generated(folder, kernels=False) == expected(model)
     with LLM(folder, **OPTIONS) as llm:
-        assert len(linears_of(llm)) == (8 if layout.HAS_TABLES else 0)
+        assert len(linears_of(llm)) == (8 if HAS_TABLES else 0)
         layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
 
@@ -124,7 +124,7 @@ def test_blocks_that_go_on_in_the_next_row(make_4_bits, caplog):
     assert "some matrices are dequantized" in caplog.text
 
 
-@pytest.mark.skipif(not layout.HAS_TABLES, reason="other CPUs have no packed form of it")
+@pytest.mark.skipif(not HAS_TABLES, reason="other CPUs have no packed form of it")
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_have_the_bits_of_dequantized_weights(kind, dtype):

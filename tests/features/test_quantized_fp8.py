@@ -20,8 +20,8 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine_extras.models.experts import Experts
 from nanoengine_extras.models.quantized import formulas
-from nanoengine_extras.cpu.packed import layout
-from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.models.quantized.loading import pack
+from nanoengine_extras.cpu.packed import QuantizedLinear
 from nanoengine_extras.models.quantized.scaled_files import scaled
 
 BLOCK = [32, 32]
@@ -160,13 +160,10 @@ def test_every_number():
                               values=formulas.E4M3)
     assert torch.equal(weight.dequantized(), numbers.view(torch.float8_e4m3fn).float() / 2)
     for dtype in (torch.bfloat16, torch.float32):
-        part = layout.pack(weight, dtype)
-        found = layout.rows_of(part, torch.arange(64), 256, dtype)
+        part = pack(weight, dtype)
+        found = part.rows(torch.arange(64))
         assert torch.equal(found, weight.dequantized())
-        linear: Any = torch.nn.Linear(256, 64, bias=False)
-        linear.__class__ = QuantizedLinear
-        linear.halves = 1
-        linear.keep([part], [64], dtype)
+        linear = QuantizedLinear([part])
         unit = torch.eye(256).to(dtype)
         for rows in (1, 2, 4, 40):
             assert torch.equal(linear.multiply(unit[-rows:]).float(), found.T[-rows:])
@@ -176,7 +173,7 @@ def test_what_is_no_number_has_no_packed_form():
     numbers = torch.full((64, 128), 127, dtype=torch.uint8)
     weight = formulas.Grouped(numbers, torch.ones(64, 1), groups=torch.zeros(128).long(),
                               values=formulas.E4M3)
-    assert layout.pack(weight, torch.bfloat16) is None and weight.dequantized().isnan().all()
+    assert pack(weight, torch.bfloat16) is None and weight.dequantized().isnan().all()
 
 
 @pytest.mark.parametrize("scales", [torch.tensor([[127, 128]], dtype=torch.uint8),

@@ -4,7 +4,8 @@ import pytest
 import torch
 from quantizing import PACKED, compare_products, draw
 
-from nanoengine_extras.cpu.packed import layout
+from nanoengine_extras.cpu.packed.order import HAS_TABLES
+from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.models.quantized import formulas
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -27,8 +28,8 @@ def test_the_smallest_exponents_are_kept():
     """2^-127 and 2^-128 are no normal float32 numbers."""
     weight = mxfp4(64, 128, least=0)
     assert weight.scales.dtype == torch.float32 and weight.scales.min() < 2.0**-126
-    part = layout.pack(weight, torch.bfloat16)
-    found = layout.rows_of(part, torch.arange(64), 128, torch.bfloat16)
+    part = pack(weight, torch.bfloat16)
+    found = part.rows(torch.arange(64))
     assert torch.equal(found, weight.dequantized())
 
 
@@ -43,8 +44,8 @@ def test_weights_of_5_or_6_bits(least, most, group, zero, width):
     zeros = None if zero is None else torch.full(scales.shape, zero, dtype=torch.uint8)
     weight = formulas.Grouped(numbers, scales, zeros, torch.arange(256) // group)
     for dtype in DTYPES:
-        form = layout.form_of(layout.pack(weight, dtype))
-        assert form.width == width if layout.HAS_TABLES else form.width in (6, 8)
+        form = pack(weight, dtype).form
+        assert form.width == width if HAS_TABLES else form.width in (6, 8)
         compare_products([weight], dtype, (1, 2, 4, 9))
 
 
@@ -55,6 +56,6 @@ def test_a_zero_that_is_moved_stays_small(least, width):
     numbers = torch.randint(least, least + 32, (70, 256), dtype=torch.int8)
     numbers[3, 5] = least
     weight = weight._replace(numbers=numbers)
-    form = layout.form_of(layout.pack(weight, torch.float32))
-    assert form.width == width if layout.HAS_TABLES else form.width in (6, 8)
+    form = pack(weight, torch.float32).form
+    assert form.width == width if HAS_TABLES else form.width in (6, 8)
     compare_products([weight], torch.float32, (1, 4, 9))

@@ -23,8 +23,9 @@ from torch import Tensor
 from nanoengine import LLM
 from nanoengine_extras.cpu import compiling
 from nanoengine_extras.models.quantized import methods
-from nanoengine_extras.cpu.packed import layout
-from nanoengine_extras.models.quantized.modules import QuantizedLinear
+from nanoengine_extras.cpu.packed.order import HAS_TABLES
+from nanoengine_extras.models.quantized.loading import pack
+from nanoengine_extras.cpu.packed import QuantizedLinear
 from nanoengine_extras.models.quantized.scaled_files import open_scaled, scaled
 from nanoengine_extras.models.quantized.stored import Index
 
@@ -141,7 +142,7 @@ SLOW = ["FP8 groups", "FBGEMM", "ModelOpt FP8", "AutoRound zeros"]
 
 
 def stays_packed(name: str) -> bool:
-    return layout.HAS_TABLES or name not in WITH_TABLES
+    return HAS_TABLES or name not in WITH_TABLES
 
 
 @pytest.fixture
@@ -182,7 +183,7 @@ def test_tokens_are_those_of_the_model(make_scaled, name, caplog):
     assert generated(folder, model_impl="transformers") == wanted
     with LLM(folder, **OPTIONS) as llm:
         # of those that are fused, one for all; one product cannot combine FP8 and others
-        count = {"mixed": 6 if layout.HAS_TABLES else 3}.get(name, 8 if stays_packed(name) else 0)
+        count = {"mixed": 6 if HAS_TABLES else 3}.get(name, 8 if stays_packed(name) else 0)
         assert len(linears_of(llm)) == count
         layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
         assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
@@ -201,7 +202,7 @@ def test_another_family(make_scaled, name):
     with LLM(folder, **OPTIONS) as llm:
         linears: Any = [each for each in llm.engine.runner.model.layers.modules()
                         if isinstance(each, torch.nn.Linear)]
-        parts = [each.packed_parts for each in linears if getattr(each, "is_quantized", False)]
+        parts = [each.weights for each in linears if getattr(each, "is_quantized", False)]
         assert sum(map(len, parts)) == (14 if stays_packed(name) else 0)
 
 
@@ -247,8 +248,8 @@ def test_outputs_that_fill_no_block():
     numbers = torch.randint(256, (96, 64), dtype=torch.uint8)
     exponents = torch.randint(110, 125, (96, 4), dtype=torch.uint8)
     found: Any = scaled(numbers, exponents, 1, torch.arange(128) // 32)
-    part: Any = layout.pack(found, torch.float32)
-    rows = layout.rows_of(part, torch.arange(96), 128, torch.float32)
+    part: Any = pack(found, torch.float32)
+    rows = part.rows(torch.arange(96))
     assert torch.equal(rows, found.dequantized())
 
 
@@ -291,7 +292,7 @@ def test_act_order(tmp_path, kind):
     found: Any = opened(tmp_path, entries, parts | dict(weight_g_idx=groups.int())).load()
     wanted = plain._replace(scales=torch.ones_like(plain.scales)).dequantized()
     assert torch.equal(found.dequantized(), wanted * plain.scales.float()[:, groups])
-    assert layout.pack(found, torch.float32) is None
+    assert pack(found, torch.float32) is None
 
 
 @pytest.mark.parametrize("where", [[], ["quantization"], ["quantized_layers", "own"]], ids=str)

@@ -25,11 +25,11 @@ from quantizing import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
 from nanoengine_extras.cpu import compiling  # noqa: E402
-from nanoengine_extras.cpu.packed import layout  # noqa: E402
+from nanoengine_extras.cpu.packed import (  # noqa: E402
+    PackedWeight, QuantizedEmbedding, QuantizedLinear)
 from nanoengine_extras.models.quantized import (  # noqa: E402
-    formulas, modules, transformers_linears, transformers_modules)
-from nanoengine_extras.models.quantized.modules import (  # noqa: E402
-    QuantizedEmbedding, QuantizedLinear, packed_class)
+    formulas, transformers_linears)
+from nanoengine_extras.models.quantized.loading import pack  # noqa: E402
 from nanoengine_extras.models.quantized.origins import Origin  # noqa: E402
 from nanoengine_extras.models.transformers_models import check  # noqa: E402
 
@@ -119,7 +119,7 @@ def packed_of(llm: LLM, kind: type = QuantizedLinear) -> list[Any]:
 
 def num_packed(llm: LLM) -> int:
     """How many matrices of linears are packed. It depends on the CPU how many of them are one."""
-    return sum(len(each.packed_parts) for each in packed_of(llm))
+    return sum(len(each.weights) for each in packed_of(llm))
 
 
 # -------------------------------------------------------------------------- rounded when loaded
@@ -177,7 +177,7 @@ def test_one_product_computes_several_packed_linears(
     with make_llm(tmp_path / "model", quantization=quantization, model_impl="transformers") as llm:
         check_all(llm, reference)
         model = llm.engine.runner.model
-        assert [len(call.qkv_proj.packed_parts) for call in model.calls] == [3] * 3
+        assert [len(call.qkv_proj.weights) for call in model.calls] == [3] * 3
         assert len(model.stack.programs) == num_programs
         assert sum(each.halves == 2 for each in packed_of(llm)) == num_fused
 
@@ -255,12 +255,11 @@ def test_what_is_packed(folder_of, caplog, name):
         assert len(packed_of(llm, QuantizedEmbedding)) == embeddings
         assert not [each for each in modules_of(llm) if type(each) is torch.nn.Linear]
         # once, though the head is the embedding, too
-        parts = {id(part): part for each in [*packed_of(llm), *packed_of(llm, QuantizedEmbedding)]
-                 for part in each.buffers() if part.dtype == torch.uint8}
-        forms = [layout.form_of(part) for part in parts.values()]
-        assert {form.bits for form in forms} == {4}
+        parts = [part for each in packed_of(llm) for part in each.weights]
+        parts += [each.packed for each in packed_of(llm, QuantizedEmbedding)]
+        assert {part.form.bits for part in parts} == {4}
         is_tied = name in ("gemma2", "gemma3_text", "gpt2")
-        assert len(parts) == linears + embeddings - is_tied
+        assert len({id(part.data) for part in parts}) == linears + embeddings - is_tied
         for each in [*packed_of(llm), *packed_of(llm, QuantizedEmbedding)]:
             assert not each._parameters["weight"].numel()
     lines = [line for line in caplog.messages if "dequantized" in line]
@@ -471,17 +470,16 @@ def test_experts_with_another_activation_stay_packed(make_model, monkeypatch, ac
         expected = tokens(llm)
     dequantized = []
     with make_llm(folder, quantization="int8") as llm:
-        monkeypatch.setattr(modules, "dequantized", lambda *given: dequantized.append(given))
+        monkeypatch.setattr(PackedWeight, "dequantized", dequantized.append)
         assert tokens(llm) == expected and not dequantized
         experts = [each for each in modules_of(llm) if type(each).__name__ == "Experts"]
         assert len(experts) == 2 and all(each.calls is not None for each in experts)
 
 
 def test_rows_of_another_dtype_than_that_of_a_packed_weight():
-    linear: Any = torch.nn.Linear(64, 32, dtype=torch.float32)
-    linear.__class__ = packed_class(transformers_modules.Linear, torch.nn.Linear)
-    weight = formulas.rounded(linear._parameters["weight"].detach(), 8)
-    linear.keep([layout.pack(weight, torch.float32)], [32], torch.float32)
+    weight = formulas.rounded(torch.randn(32, 64), 8)
+    linear: Any = QuantizedLinear([pack(weight, torch.float32)])
+    linear.bias = torch.nn.Parameter(torch.randn(32), False)
     x = torch.randn(3, 64, dtype=torch.float64)
     with torch.inference_mode():
         right = x @ weight.dequantized().double().T + linear.bias.double()

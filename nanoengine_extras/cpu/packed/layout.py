@@ -15,15 +15,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoengine_extras.cpu.memory import in_huge_pages
 from nanoengine_extras.cpu.products import BLOCKS, MOST_WORDS
 from nanoengine_extras.cpu.vectors import LANES
+from nanoengine_extras.cpu.packed.fitting import (
+    Weight, can_add, has_many_bits, in_short, width_of, without_table, zero_of)
 from nanoengine_extras.cpu.packed.order import (
     FLOAT8, HAS_TABLES, LOWER, UPPER, orders_of, place)
 
@@ -74,121 +75,80 @@ def padding(inputs: int, group: int, dtype: torch.dtype) -> int:
     return -inputs % max(group, LANES * 4 // dtype.itemsize)
 
 
-def pack(weight: Any, dtype: torch.dtype,
-         space: Callable[[int], Tensor] = in_huge_pages) -> Tensor | None:
-    """Returns a weight as bytes, or None if there is no such form of it. space: gives memory"""
-    if weight.numbers.shape[1] * dtype.itemsize > 4 * MOST_WORDS:
+def to_bytes(weight: Weight, size: int, dtype: torch.dtype,
+             space: Callable[[int], Tensor]) -> tuple[Tensor, Form] | None:
+    """Returns a weight as bytes, and what their header says; None if there is no such form of it.
+
+    size: how many neighbouring inputs have one scale; 0: they are not neighbours
+    """
+    outputs, inputs = weight.numbers.shape
+    group = next((each for each in (128, 64, 32, 16) if size and size % each == 0), 0)
+    # a scale can be missing
+    if not group or -(-inputs // size) != weight.scales.shape[1]:
         return None
-    has_floats = weight.bits == 8 and weight.values is not None
+    if inputs * dtype.itemsize > 4 * MOST_WORDS:
+        return None
+    has_floats = weight.table is not None and weight.bits == 8
     if has_floats and (weight.numbers & 127 == 127).any():
         # no number: kernels do not know it
         return None
-    if weight.values is not None and not has_floats and not HAS_TABLES:
-        weight = weight.without_table()
-        if weight.values is not None:
+    if weight.table is not None and not has_floats and not HAS_TABLES:
+        weight = without_table(weight)
+        if weight.table is not None:
             return None
-    block = BLOCKS[dtype]
-    outputs, inputs = weight.numbers.shape
-    size = weight.group_size()
-    group = next((each for each in (128, 64, 32, 16) if size and size % each == 0), 0)
-    scales, lows = in_half(weight.scales, weight.lows)
-    storage = STORAGE.get(scales.dtype, FLOAT)
-    if storage == FLOAT:
-        scales = scales.float()
-        # with more bits, products in float32 would not be exact
-        if weight.values is None and (scales.view(torch.int32) & 2**weight.width() - 1).any():
-            return None
-    # a scale can be missing
-    if not group or -(-inputs // size) != scales.shape[1]:
+    weight = in_short(weight)
+    if has_many_bits(weight):
         return None
-    more = padding(inputs, group, dtype), -outputs % block
+    # what is added to all numbers, so that none is negative
+    added = 2 ** (weight.bits - 1) if weight.numbers.dtype == torch.int8 else 0
+    zero = zero_of(weight, added)
+    width, moved = (FLOAT8, 0) if has_floats else width_of(weight, group, added, zero)
+    added, zero = added + moved, zero + moved
+    if weight.lows is not None and not can_add(weight, zero, width):
+        return None
+    columns = (inputs + padding(inputs, group, dtype)) // group
+    block = BLOCKS[dtype]
 
     def in_blocks(x: Tensor, columns: int) -> Tensor:
         """(outputs, columns) to bytes: (blocks, columns, outputs of a block)."""
         # a power of two cannot be 0
         x = x.view(torch.uint8) if x.element_size() == 1 else x
-        x = F.pad(x, (0, columns - x.shape[1], 0, more[1])).unflatten(0, (-1, block))
+        x = F.pad(x, (0, columns - x.shape[1], 0, -outputs % block)).unflatten(0, (-1, block))
         return x.transpose(1, 2).contiguous().view(torch.uint8)
 
-    groups = (inputs + more[0]) // group
-    zero = weight.zero()
-    # what is added to all numbers
-    added = weight.middle()
-    least, most = (int(each) + added for each in weight.numbers.aminmax())
-    if weight.values is not None:
-        zero = 0
-    width = FLOAT8 if has_floats else weight.bits
-    # the one zero of all groups can be moved, where something is added to weights anyway
-    can_move = HAS_TABLES and isinstance(zero, int) and lows is None
-    widths, moved = (6, 5) if HAS_TABLES else (6,), 0
-    for few in widths if width == 8 else ():
-        move = -least if can_move else 0
-        fits = 0 <= least + move <= most + move < 2**few
-        # the zero times a scale of 18 bits must be exact
-        fits &= not move or abs(int(zero) + move) <= 64
-        # the upper bits of an output's group fill whole words
-        if fits and group * UPPER[few] % 32 == 0:
-            width, moved = few, move
-    added, zero = added + moved, zero + moved
-    # expanding.py adds either lows or zeros; to numbers of 8 bits, a difference
-    if lows is not None and (zero != 0 or width == 8 and (
-            weight.above or not is_exact(lows.double() - 256 * scales.double()))):
-        return None
-    heads = [scales] if lows is None else [scales, lows.to(scales.dtype)]
+    heads = [weight.scales]
+    if weight.lows is not None:
+        heads.append(weight.lows.to(weight.scales.dtype))
     if isinstance(zero, Tensor):
         heads.append((zero.to(torch.int16) - 128).to(torch.int8))
-    heads = [in_blocks(each.repeat_interleave(size // group, 1), groups) for each in heads]
+    heads = [in_blocks(each.repeat_interleave(size // group, 1), columns) for each in heads]
     above = [in_blocks(each, each.shape[1]) for each in weight.above]
     begin = sum(each[0].numel() for each in above)
     head = sum(each.shape[2] for each in heads)
     record = head + block * group * (LOWER[width] + UPPER[width]) // 8
-    form = Form(weight.bits, group, record, head, storage, isinstance(zero, Tensor),
-                lows is not None, 0 if isinstance(zero, Tensor) else zero,
-                ABOVE // group if above else 0, begin, begin + groups * record, block,
-                width, weight.values is not None)
-    blocks = (outputs + more[1]) // block
-    packed = space(8 * HEADER + blocks * form.size)
-    packed[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
-    values = None if has_floats else weight.values
-    table = torch.arange(16, dtype=torch.float32, device="cpu") if values is None else values
-    packed[TABLE:8 * HEADER] = table.view(torch.uint8)
-    written = packed[8 * HEADER:].view(blocks, form.size)
+    form = Form(
+        weight.bits, group, record, head, STORAGE[weight.scales.dtype], isinstance(zero, Tensor),
+        weight.lows is not None, 0 if isinstance(zero, Tensor) else zero,
+        ABOVE // group if above else 0, begin, begin + columns * record, block, width,
+        weight.table is not None)
+    blocks = -(-outputs // block)
+    data = space(8 * HEADER + blocks * form.size)
+    data[:8 * len(form)] = torch.tensor(form).view(torch.uint8)
+    table = weight.table
+    if table is None or has_floats:
+        table = torch.arange(16, dtype=torch.float32, device="cpu")
+    data[TABLE:8 * HEADER] = table.view(torch.uint8)
+    written = data[8 * HEADER:].view(blocks, form.size)
     if above:
         written[:, :begin] = torch.cat(above, 2).flatten(1)
-    records = written[:, begin:].unflatten(1, (groups, record))
+    records = written[:, begin:].unflatten(1, (columns, record))
     records[:, :, :head] = torch.cat(heads, 2)
     below = 0
     for bits, order in orders_of(group, width, dtype):
         end = head + block * group * bits // 8
         place(weight.numbers, order, records[:, :, head:end], group, added, below)
         head, below = end, below + bits
-    return packed
-
-
-def in_half(scales: Tensor, lows: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Returns scales and lows in float16, if it has all these numbers; otherwise, as they are."""
-    def fits(numbers: Tensor) -> bool:
-        # as bits, since a comparison can take the smallest numbers for 0
-        halves, floats = (each.float().view(torch.int32) for each in (numbers.half(), numbers))
-        return torch.equal(halves, floats)
-
-    is_wide = scales.dtype in (torch.bfloat16, torch.float32)
-    if is_wide and fits(scales) and (lows is None or fits(lows)):
-        return scales.half(), None if lows is None else lows.half()
-    return scales, lows
-
-
-def is_exact(numbers: Tensor) -> bool:
-    """Whether float32 has these numbers."""
-    return torch.equal(numbers.float().double(), numbers)
-
-
-def form_of(packed: Tensor) -> Form:
-    return Form(*packed[:8 * len(Form._fields)].view(torch.int64).tolist())
-
-
-def blocks_of(packed: Tensor) -> int:
-    return (len(packed) - 8 * HEADER) // form_of(packed).size
+    return data, form
 
 
 @functools.cache
@@ -204,9 +164,8 @@ def places(form: Form, dtype: torch.dtype) -> list[tuple[int, Tensor, Tensor]]:
     return found
 
 
-def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Returns rows of a weight, (ids, inputs), in float32. dtype: for which it was packed."""
-    form = form_of(packed)
+def rows_of(packed: Tensor, form: Form, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns rows of a weight, padded, in float32. dtype: for which it was packed."""
     block = form.block
     blocks, own = ids // block, ids % block
     data = packed[8 * HEADER:].view(-1, form.size)
@@ -243,4 +202,4 @@ def rows_of(packed: Tensor, ids: Tensor, inputs: int, dtype: torch.dtype) -> Ten
     weight *= scales
     if lows is not None:
         weight += lows
-    return weight.flatten(1)[:, :inputs]
+    return weight.flatten(1)

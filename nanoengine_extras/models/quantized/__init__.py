@@ -3,7 +3,7 @@
 
 A weight *is* its dequantized value in the dtype of the model: the generated tokens are those that
 transformers generates with these values, on every device. On a CPU with its kernels, the numbers
-stay packed, and are expanded within products (modules.py, cpu/packed). Elsewhere the
+stay packed, and are expanded within products (loading.py, cpu/packed). Elsewhere the
 weights are dequantized when they are loaded, so they take as much memory as the dtype needs; a line
 in the log says how much.
 
@@ -156,7 +156,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         from nanoengine_extras.models.quantized.transformers_linears import load_packed
         return {"read": partial(load_packed, tensors), "is_packed": True}
-    from nanoengine_extras.models.quantized.modules import Loading
+    from nanoengine_extras.models.quantized.loading import Loading
     if runner.model_config.tie_word_embeddings and share(opened):
         # so the loader finds both
         runner.model_config.tie_word_embeddings = False

@@ -55,24 +55,6 @@ class Grouped(NamedTuple):
         usual = torch.arange(len(self.groups)) // max(1, size)
         return size if torch.equal(self.groups, usual) else 0
 
-    def middle(self) -> int:
-        """Returns the offset that makes all numbers nonnegative."""
-        return 2 ** (self.bits - 1) if self.numbers.dtype == torch.int8 else 0
-
-    def width(self) -> int:
-        """Returns how many bits a kernel multiplies scales by: those of a number minus its zero,
-        and of 384, which expanding.py subtracts from numbers of 8 bits."""
-        if self.zeros is not None:
-            return 9
-        return max(2, *(abs(int(each)).bit_length() for each in self.numbers.aminmax()))
-
-    def zero(self) -> Tensor | int:
-        """Returns the zeros of the nonnegative numbers, or one number if all zeros are equal."""
-        if self.zeros is None:
-            return self.middle()
-        first = int(self.zeros.flatten()[0])
-        return first if (self.zeros == first).all() else self.zeros.expand_as(self.scales)
-
     def dequantized(self) -> Tensor:
         """Returns the weight in float32. A product of a number and a scale in 16 bits is exact."""
         weight = torch.empty(self.numbers.shape, dtype=torch.float32)
@@ -90,19 +72,6 @@ class Grouped(NamedTuple):
             if self.lows is not None:
                 part += self.floats(self.lows, 1, rows)[:, self.groups]
         return weight
-
-    def without_table(self) -> "Grouped":
-        """Returns the same weight with whole numbers, if the values, or 8 times them, are whole."""
-        values: Any = self.values
-        for factor in (1, 8):
-            whole = (values * factor).to(torch.int8)
-            if torch.equal(whole.float(), values * factor):
-                found = self._replace(numbers=whole[self.numbers.int()], bits=8, values=None)
-                if factor == 1:
-                    return found
-                scales = self.floats(self.scales, 0, slice(None)) / factor
-                return found._replace(scales=scales, above=())
-        return self
 
     def floats(self, numbers: Tensor, which: int, rows: slice) -> Tensor:
         """Returns some rows of scales (0) or lows (1) in float32."""

@@ -21,7 +21,8 @@ from nanoengine.errors import rejected
 from nanoengine_extras.models.quantized import formulas
 from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.scaled_files import scaled
-from nanoengine_extras.models.quantized.stored import EXPONENTS, FLOATS, Index, Opened, Stored, plain
+from nanoengine_extras.models.quantized.stored import (
+    EXPONENTS, FLOATS, Index, Opened, Stored, plain)
 
 WORDS, BYTES = ("U32",), ("U8",)
 BIASES = ("biases", "qbiases")

@@ -27,14 +27,14 @@ from nanoengine.errors import logger
 from nanoengine.features import extension, is_installed
 from nanoengine_extras.cpu.memory import SharedPages, release_memory
 from nanoengine_extras.cpu.modules import PackedLinear, kind_of
+from nanoengine_extras.cpu.packed import PackedWeight, QuantizedEmbedding, QuantizedLinear
 from nanoengine_extras.models.quantized.expert_files import Matrices
-from nanoengine_extras.models.quantized.modules import (
-    are_one, in_packed_form, one_matrix, packed_class, without_weight)
+from nanoengine_extras.models.quantized.loading import one_linear, one_matrix, read_part
 from nanoengine_extras.models.quantized.origins import Origin
 from nanoengine_extras.models.quantized.stored import Opened, Stored
-from nanoengine_extras.models.quantized.transformers_files import check_parts, from_tensors, in_order
-from nanoengine_extras.models.quantized.transformers_modules import Embedding, Linear
-from nanoengine_extras.models.transformers_models.modules import exchange
+from nanoengine_extras.models.quantized.transformers_files import (
+    check_parts, from_tensors, in_order)
+from nanoengine_extras.models.transformers_models.modules import Others, exchange
 
 # parameters: a module, and a name in it
 Places = list[tuple[Any, str]]
@@ -63,22 +63,27 @@ def load_packed(tensors: Opened, kind: Any, folder: object, config: Any, dtype: 
         given |= {name: tensors[name] for name in gone}
     check_parts(of_files, found)
     with torch.device("cpu"):
-        known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype)}
-        others: dict[nn.Module, nn.Module] = {}
+        others: Others = {}
+        known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, others)}
         for module in experts:
             jobs, are_gated = parts_of(module), extension("models.experts").are_gated(module)
             linears = in_threads(
                 partial(linear_of, SharedPages(), dtype, are_gated), jobs)
-            known.update(each for parts, made in zip(jobs, linears) if isinstance(made, Linear)
+            known.update(each for parts, made in zip(jobs, linears)
+                         if isinstance(made, QuantizedLinear)
                          for each in parts)
             others[module] = extension("models.experts").build(module, linears)
             release_memory()
         exchange(causal, others)
         causal(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False)
+        plain: Others = {}
         for tensor, own in places.items():
-            if any(getattr(module, "was_read", False) for module, _ in own):
+            made = {others[module]: module for module, _ in own if module in others}
+            if any(getattr(each, "was_read", False) for each in made):
                 put(own, tensor.read().to(dtype))
+                plain |= made
                 known.remove(tensor)
+        exchange(causal, plain)
     left = [name for name, each in tensors.items()
             if each.is_quantized and not known.issuperset(each.matrices)]
     if left:
@@ -134,43 +139,38 @@ def linear_of(space: Callable, dtype: torch.dtype, is_gated: bool,
               tensors: list[Stored]) -> nn.Linear:
     """Returns a linear of an expert, with the rows of one matrix or of two. They are packed if one
     product can compute them all. is_gated: whether the product of gates and ups becomes SwiGLU"""
-    parts = [in_packed_form(each, dtype, space) for each in tensors]
-    rows = [each.shape[0] for each in tensors]
-    inputs = tensors[0].shape[1]
-    linear: Any = nn.Linear(inputs, sum(rows), bias=False, device="meta")
-    halves = len(rows) if is_gated else 1
-    if are_one(parts, rows, inputs, dtype, halves == 1) and len(set(rows)) == 1:
-        linear.__class__ = packed_class(Linear, nn.Linear)
-        vars(linear).update(halves=halves, is_fused=halves == 2)
-        linear.keep(parts, rows, dtype)
-    else:
-        linear.weight = nn.Parameter(one_matrix(parts, rows, inputs, dtype), False)
-    return linear
+    parts = [read_part(each, dtype, space) for each in tensors]
+    outputs = [each.shape[0] for each in tensors]
+    found: nn.Linear | None = None
+    if len({*outputs}) == 1:
+        found = one_linear(parts, len(parts) if is_gated else 1)
+    if found is None:
+        found = nn.Linear(tensors[0].shape[1], sum(outputs), bias=False, device="meta")
+        found.weight = one_matrix(parts)
+    return found
 
 
-def fill(places: Places, tensor: Stored, dtype: torch.dtype) -> bool:
-    """Gives modules their weight; returns whether all of them can use packed weights. If this
-    weight has no packed form, a line in the log says so."""
+def fill(places: Places, tensor: Stored, dtype: torch.dtype, others: Others) -> bool:
+    """Adds modules with a packed weight to `others`, or gives the modules their weight. Returns
+    whether all of them can use packed weights. If this weight has no packed form, a line in the log
+    says so."""
     # in place of their origin: an ordinary linear has no such parameter
     put(places, torch.empty(tensor.shape, dtype=dtype, device="meta"))
     if not all(can_be_packed(module, name, dtype) for module, name in places):
         put(places, tensor.read().to(dtype))
         return False
-    weight = in_packed_form(tensor, dtype)
-    if weight.ndim == 2:
+    weight = read_part(tensor, dtype)
+    if isinstance(weight, Tensor):
         put(places, weight)
         return True
     for module, _ in places:
-        is_linear = isinstance(module, nn.Linear)
-        kind: Any = Linear if is_linear else Embedding
-        module.__class__ = packed_class(kind, module.__class__)
-        if is_linear:
-            module.keep([weight], tensor.shape[:1], dtype)
-            continue
-        module.register_buffer("part_0", weight, persistent=False)
-        module._parameters["weight"] = without_weight(dtype)
-        # it matters only for gradients, and need not be one of the rows
-        module.padding_idx = None
+        if isinstance(module, nn.Linear):
+            linear: Any = PackedWeight.linear([weight])
+            linear.bias = module.bias
+            others[module] = linear
+        else:
+            is_plain = type(module).forward is nn.Embedding.forward
+            others[module] = QuantizedEmbedding(weight, None if is_plain else module)
     return True
 
 
@@ -178,9 +178,6 @@ def put(places: Places, weight: Tensor) -> None:
     """Gives modules a weight that is not packed."""
     parameter = nn.Parameter(weight, requires_grad=False)
     for module, name in places:
-        if isinstance(module, (Linear, Embedding)):
-            module.__class__ = type(module).__bases__[1]
-            del module._buffers["part_0"]
         module._parameters[name] = parameter
 
 

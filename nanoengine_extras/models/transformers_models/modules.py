@@ -70,7 +70,7 @@ class Part(nn.Module):
 
 
 def is_quantized(module: Any) -> bool:
-    """Whether it is a linear with packed numbers: see quantized/transformers_linears.py"""
+    """Whether it is a linear with packed numbers: see cpu/packed"""
     return hasattr(module, "join")
 
 
@@ -82,11 +82,14 @@ def side_by_side(linears: list[Any]) -> Any:
     """Returns one linear with the outputs of all; their weights become views of its weight. Returns
     None if quantized ones cannot be computed by one product."""
     sizes = [each.out_features for each in linears]
-    fused: Any = nn.Linear(linears[0].in_features, sum(sizes), bias=False, device="meta")
+    fused: Any = None
     if any(map(is_quantized, linears)):
-        if not all(map(is_quantized, linears)) or not linears[0].join(linears, fused):
+        if all(map(is_quantized, linears)):
+            fused = linears[0].join(linears)
+        if fused is None:
             return None
     else:
+        fused = nn.Linear(linears[0].in_features, sum(sizes), bias=False, device="meta")
         fused.weight = nn.Parameter(torch.cat([each.weight for each in linears]), False)
         for each, weight in zip(linears, fused.weight.split(sizes)):
             each.weight = nn.Parameter(weight, False)
