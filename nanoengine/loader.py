@@ -10,6 +10,7 @@ difference that `Family` does not cover yet.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -161,9 +162,12 @@ def file_in(folder: Path, name: Any) -> Path:
     """Returns the path of a file of a model, which another of its files names.
 
     Raises ValueError for a name that leads out of the folder, also by a link. Only Hugging Face's
-    cache has such links: from a folder in "snapshots" to files in "blobs", beside it.
+    cache has such links: from a folder in "snapshots" to files in "blobs", beside it. A temporary
+    folder that was made for a GGUF file names this file.
     """
     home = folder.resolve()
+    if home.parent == Path(gettempdir()).resolve() and home.name.startswith("nanoengine-"):
+        return folder / name
     homes = [home]
     if home.parent.name == "snapshots":
         homes.append(home.parent.parent / "blobs")
