@@ -27,6 +27,8 @@ by advancing the step in flight, and collects its tokens before it returns.
 Optional features observe these steps: see observers.py.
 """
 
+from typing import Any
+
 import torch
 
 from nanoengine.block_manager import BlockManager
@@ -58,7 +60,8 @@ class Engine:
         self.scheduler = Scheduler(manager, config)
         self.in_flight: Launched | None = None
         # a policy can be a feature, too: it gets a name that no class has
-        policies = (self.scheduler.fill, self.scheduler.order, self.scheduler.victim)
+        policies: list[Any] = [
+            self.scheduler.fill, self.scheduler.order, self.scheduler.victim]
         features.add({str(each): each for each in policies if isinstance(each, Feature)})
         for feature in features.values():
             feature.begin(self)

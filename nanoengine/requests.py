@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import checks, logger, naming, rejected
+from nanoengine.errors import checks, logger, naming
 from nanoengine.features import asked_by, part
 from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features

@@ -122,3 +122,81 @@ assert first.outputs[0].token_ids != second.outputs[0].token_ids
 """
     result = run_alone(script, tiny, REFUSED)
     assert result.returncode == 0, result.stderr
+
+
+def test_one_call_at_a_time_alone(tiny):
+    """An error, Ctrl-C or a dropped stream frees all blocks, and so does `abort`."""
+    script = f"""
+import json, sys
+sys.modules.update(dict.fromkeys({SIBLINGS}))
+from nanoengine import LLM, SamplingParams
+from nanoengine.observers import Feature
+
+class Interrupt(Feature):
+    OPTIONS = ("once",)
+    error = None
+    def scheduled(self, batch):
+        if self.error and any("once" in seq.params.options for seq in batch.sequences):
+            raise self.error
+
+model, = json.load(sys.stdin)
+prompts, params = [[5] * 20, [6] * 40], SamplingParams(temperature=0, max_tokens=6)
+marked = SamplingParams(temperature=0, max_tokens=6, options=dict(once=True))
+
+def check_empty(llm):
+    manager = llm.engine.scheduler.block_manager
+    assert not llm.active and not llm.engine.has_unfinished()
+    assert manager.num_free_blocks == manager.num_blocks
+
+for run_ahead in (False, True):
+    interrupt = Interrupt()
+    llm = LLM(model, dtype="float32", max_model_len=200, run_ahead=run_ahead, features=[interrupt])
+    def tokens():
+        found = [each.outputs[0].token_ids for each in llm.generate(prompts, marked, False)]
+        check_empty(llm)
+        return found
+    expected = tokens()
+    for interrupt.error in (KeyboardInterrupt(), MemoryError()):
+        try:
+            tokens()
+        except type(interrupt.error):
+            check_empty(llm)
+        else:
+            raise AssertionError
+    interrupt.error = None
+    stream = llm.stream(prompts, params)
+    for refused in (lambda: llm.generate(prompts, params), lambda: next(llm.stream(prompts))):
+        try:
+            refused()
+        except RuntimeError as error:
+            assert "shared_steps.py" in str(error)
+        else:
+            raise AssertionError
+    next(stream)
+    stream.close()
+    del stream
+    import gc; gc.collect()
+    check_empty(llm)
+    first, second = llm.add(prompts, params)
+    llm.step()
+    llm.abort([second])
+    while llm.active:
+        llm.step()
+    assert first.output().outputs[0].token_ids == expected[0]
+    assert second.output().outputs[0].finish_reason == "abort"
+    assert tokens() == expected
+    try:
+        llm.generate(prompts, SamplingParams(options=dict(onse=1)))
+    except ValueError as error:
+        assert "['once']" in str(error)
+    llm.close()
+    for closed in (llm.generate, llm.stream, llm.add):
+        try:
+            closed(prompts, params)
+        except RuntimeError as error:
+            assert "is closed" in str(error)
+        else:
+            raise AssertionError
+"""
+    result = run_alone(script, tiny)
+    assert result.returncode == 0, result.stderr
