@@ -22,7 +22,8 @@ from nanoengine_extras.tools import batch as module
 
 pytestmark = pytest.mark.needs(
     "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logits_processors",
-    "sampling.logprobs", "running.metrics", "running.strict", "sampling.structured_outputs", "sampling.texts")
+    "sampling.logprobs", "running.metrics", "running.strict", "sampling.structured_outputs",
+    "sampling.texts")
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"

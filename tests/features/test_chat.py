@@ -470,7 +470,7 @@ def test_what_is_dropped_is_said(prompt, caplog):
     assert caplog.messages == ["tools are dropped: the chat template does not use any"]
 
 
-# templates that leave out what they do not know, one that names the role, and one that changes texts
+# templates that leave out what they do not know, one that names roles, one that checks a text
 BRANCHES = each("{% if m.role == 'system' %}S:{{ m.content }}{% elif m.role == 'user' %}"
                 "U:{{ m.content }}{% elif m.role == 'assistant' %}A:{{ m.content }}{% endif %}")
 NAMES_IT = each("{% if m.role in ['developer', 'tool'] %}{{ m.role }}:{{ m.content }}{% endif %}")
