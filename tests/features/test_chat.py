@@ -499,7 +499,7 @@ def test_a_developer_is_the_system_unless_the_template_names_it(prompt, template
      ["messages of 'function'"]),
     ([{"role": "system", "content": "be brief"}], NAMES_IT, ["messages of 'system'"]),
     # not by its whole text, and not at all if the template checks it
-    ([{"role": "tool", "content": "straße"}], each("{{ m.content | replace('a', 'b') }}"), []),
+    ([{"role": "tool", "content": "straße"}], each("{{ m.content | upper }}"), []),
     ([{"role": "tool", "content": "[1]"}], CHECKED, []),
     ([{"role": "tool", "content": " a \n"}], each("{{ m.content | trim }}"), [])])
 def test_what_a_template_leaves_out_is_said(prompt, caplog, messages, template, lost):

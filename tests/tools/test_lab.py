@@ -1,4 +1,4 @@
-"""The lab: comparisons, the simulation against the engine, pictures, and the documents' commands."""
+"""The lab: comparisons, the simulation against the engine, pictures, and commands of the docs."""
 
 import dataclasses
 import importlib.util

@@ -104,7 +104,7 @@ class Body:
                 given["chat_template_kwargs"] = {
                     "reasoning_effort": body["reasoning_effort"],
                     "enable_thinking": body["reasoning_effort"] != "none", **further}
-            messages = body.get("messages")
+            messages: Any = body.get("messages")
             self.prompts = extension("tools.chat").render(llm.inputs, [messages], **given)
             self.tokenizer = llm.get_tokenizer()
             if is_installed("tools.reasoning"):
