@@ -76,7 +76,7 @@ class Line:
             raise ValueError("in a batch, prompt must be one string or one list of token ids")
         if self.body.streams:
             raise ValueError("stream must be false in a batch")
-        if self.body.params.seed is None:
+        if self.body.params.seed in (None, -1):
             self.body.params.seed = self.number
 
 
