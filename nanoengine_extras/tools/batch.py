@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 from tqdm import tqdm
 from xxhash import xxh3_64_intdigest
 
-from nanoengine import LLM, RequestOutput
+from nanoengine import LLM
 from nanoengine.errors import naming, rejected
 from nanoengine.features import extension, optional
 
@@ -76,7 +76,7 @@ class Line:
             raise ValueError("in a batch, prompt must be one string or one list of token ids")
         if self.body.streams:
             raise ValueError("stream must be false in a batch")
-        if self.body.params.seed is None:
+        if self.body.params.seed in (None, -1):
             self.body.params.seed = self.number
 
 
@@ -95,10 +95,9 @@ def drop_finished(hashes: array, source: Path, results: Path) -> tuple[int, int]
     Returns the number of results, and how many of them are errors. Exits if a result does not
     belong to its line.
     """
-    num_finished = 0
-    num_errors = 0
-    num_bytes = 0
-    first, wrong = "", array("Q")
+    num_finished = num_errors = num_bytes = 0
+    first = ""
+    wrong = []
     with results.open("rb") as file:
         for place, line in enumerate(file, 1):
             if not BEGIN_OF_RESULT.startswith(line[:len(BEGIN_OF_RESULT)]):
@@ -170,7 +169,11 @@ class Job:
                 for queued in self.llm.step():
                     if queued.is_finished:
                         request, _ = self.active.pop(queued.request_id)
-                        self._finish(request, queued.output())
+                        try:
+                            body = request.body.response([queued.output()], self.model)
+                            self._write(request, 200, body)
+                        except RuntimeError as error:
+                            self._write(request, 500, error=f"line {request.number}: {error}")
                 self._fill()
         finally:
             self.llm.abort([queued for _, queued in self.active.values()])
@@ -191,20 +194,12 @@ class Job:
             except ValueError as error:
                 self._write(request, 400, error=str(error))
 
-    def _finish(self, request: Line, output: RequestOutput) -> None:
-        try:
-            body = request.body.response([output], self.model)
-        except RuntimeError as error:
-            self._write(request, 500, error=f"line {request.number}: {error}")
-        else:
-            self._write(request, 200, body)
-
     def _write(self, request: Line, status: int, body: dict[str, Any] | None = None,
                error: str | None = None) -> None:
         key = f"line-{request.number}"
-        response = {"status_code": status, "request_id": f"batch-{key}", "body": body}
         # the id comes first, where `drop_finished` looks for it
-        record = {"id": key, "custom_id": request.custom_id, "response": response,
+        record = {"id": key, "custom_id": request.custom_id, "response": {
+                      "status_code": status, "request_id": f"batch-{key}", "body": body},
                   "error": error and {"message": error}, "line_hash": f"{request.line_hash:x}"}
         data = json.dumps(record).encode() + b"\n"
         # if the disk is nearly full, only a part is written
@@ -228,9 +223,8 @@ def run(flags: argparse.Namespace) -> None:
         num_finished, num_errors = drop_finished(hashes, flags.input_file, flags.output_file)
         with (LLM(model, **openai.options_of(flags.options)) as llm,
               tqdm(total=total, initial=num_finished, desc="Requests") as bar):
-            lines = unfinished(file, hashes, model)
-            finds_calls = flags.tool_call_parser is not None
-            job = Job(llm, model, lines, results, bar, num_errors, finds_calls)
+            job = Job(llm, model, unfinished(file, hashes, model), results, bar, num_errors,
+                      flags.tool_call_parser is not None)
             job.run()
         has_grown = any(map(bytes.strip, file))
     if job.num_errors:
@@ -272,8 +266,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not isinstance(error, (OSError, KeyboardInterrupt)):
             # the last line still says what to do
             traceback.print_exc()
-        has_results = output.is_file() and output.stat().st_size
-        kept = f" {output} has the results; run the same command to go on." if has_results else ""
+        is_begun = output.is_file() and output.stat().st_size
+        kept = f" {output} has the results; run the same command to go on." * bool(is_begun)
         sys.exit(f"Stopped by {str(error) or repr(error)}.{kept}")
 
 

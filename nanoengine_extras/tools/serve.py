@@ -3,7 +3,7 @@
     python -m nanoengine serve --model Qwen/Qwen3-0.6B --port 8000
 
 It uses Starlette and uvicorn, which are small, well maintained and widely used. FastAPI would check
-the parameters, but `SamplingParams` already does. The format is in openai_format.py. The
+the parameters, but `SamplingParams` already does. The format is in openai_format/. The
 name of the model is ignored. `/health` and `/metrics` need no key. Errors have OpenAI's error
 object, and a status:
 
@@ -62,8 +62,8 @@ class Server:
         routes = [Route("/health", lambda _: Response()), Route("/metrics", self.metrics),
                   Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.models)]
         routes += [Route(url, self.answer, methods=["POST"]) for url in openai.KNOWN]
-        handlers = dict.fromkeys((HTTPException, ValueError, ClientDisconnect, Exception), failed)
-        return Starlette(routes=routes, exception_handlers=handlers)
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys(
+            (HTTPException, ValueError, ClientDisconnect, Exception), failed))
 
     def check_key(self, http: Request) -> None:
         scheme, _, given = http.headers.get("authorization", "").partition(" ")
@@ -79,7 +79,7 @@ class Server:
         name = http.path_params.get("name", self.flags.model)
         if name != self.flags.model:
             raise HTTPException(404, f"the model {name!r} does not exist: use {self.flags.model!r}")
-        model = {"id": self.flags.model, "object": "model", "created": 0, "owned_by": "nanoengine"}
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "nanoengine"}
         return JSONResponse(model if http.path_params else {"object": "list", "data": [model]})
 
     async def metrics(self, http: Request) -> Response:

@@ -15,7 +15,7 @@ from nanoengine import CompletionOutput, RequestOutput  # noqa: F401
 from nanoengine.errors import rejected
 
 # types of prompts and grammars: dicts with the same keys
-TextPrompt = TokensPrompt = PromptType = StructuredOutputsParams = GuidedDecodingParams = dict
+TextPrompt = TokensPrompt = PromptType = StructuredOutputsParams = dict
 VLLMValidationError = ValueError
 
 
@@ -32,15 +32,12 @@ def plain(prompts: Any) -> Any:
 
 
 class SamplingParams(nanoengine.SamplingParams):
-    """nanoengine's parameters. None stands for the default, except for `max_tokens`.
-
-    guided_decoding: the former name of `structured_outputs`.
-    """
+    """nanoengine's parameters. None stands for the default, except for `max_tokens`."""
 
     def __init__(self, *, max_tokens: int | None = 16, structured_outputs: Any = None,
-                 guided_decoding: Any = None, **options: Any) -> None:
-        form = plain(guided_decoding if structured_outputs is None else structured_outputs)
-        super().__init__(max_tokens=max_tokens, structured_outputs=form, **given(options))
+                 **options: Any) -> None:
+        super().__init__(max_tokens=max_tokens, structured_outputs=plain(structured_outputs),
+                         **given(options))
 
     from_optional = classmethod(lambda cls, **values: cls(**values))
 

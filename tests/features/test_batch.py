@@ -22,7 +22,8 @@ from nanoengine_extras.tools import batch as module
 
 pytestmark = pytest.mark.needs(
     "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logits_processors",
-    "sampling.logprobs", "running.metrics", "running.strict", "sampling.structured_outputs", "sampling.texts")
+    "sampling.logprobs", "running.metrics", "running.strict", "sampling.structured_outputs",
+    "sampling.texts")
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -252,7 +253,7 @@ def test_bad_rows(job):
          "response_format must be left out"),
         (chat(logprobs=True, top_logprobs=-2), "top_logprobs: logprobs=-2"),
         (chat(max_completion_tokens=0), "max_completion_tokens: max_tokens=0"),
-        (good | {"structured_outputs": {"regex": "(("}}, "unterminated subpattern"),
+        (good | {"structured_outputs": {"regex": "(("}}, "unclosed group"),
         (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
         (good | {"max_completion_tokens": 1}, "max_completion_tokens"),
         ({"prompt": ""}, "empty"), ({"prompt": []}, "empty"), ({"prompt": 5}, "prompt"),

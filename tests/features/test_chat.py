@@ -470,7 +470,7 @@ def test_what_is_dropped_is_said(prompt, caplog):
     assert caplog.messages == ["tools are dropped: the chat template does not use any"]
 
 
-# templates that leave out what they do not know, one that names the role, and one that changes texts
+# templates that leave out what they do not know, one that names roles, one that checks a text
 BRANCHES = each("{% if m.role == 'system' %}S:{{ m.content }}{% elif m.role == 'user' %}"
                 "U:{{ m.content }}{% elif m.role == 'assistant' %}A:{{ m.content }}{% endif %}")
 NAMES_IT = each("{% if m.role in ['developer', 'tool'] %}{{ m.role }}:{{ m.content }}{% endif %}")
@@ -499,7 +499,7 @@ def test_a_developer_is_the_system_unless_the_template_names_it(prompt, template
      ["messages of 'function'"]),
     ([{"role": "system", "content": "be brief"}], NAMES_IT, ["messages of 'system'"]),
     # not by its whole text, and not at all if the template checks it
-    ([{"role": "tool", "content": "straße"}], each("{{ m.content | replace('a', 'b') }}"), []),
+    ([{"role": "tool", "content": "straße"}], each("{{ m.content | upper }}"), []),
     ([{"role": "tool", "content": "[1]"}], CHECKED, []),
     ([{"role": "tool", "content": " a \n"}], each("{{ m.content | trim }}"), [])])
 def test_what_a_template_leaves_out_is_said(prompt, caplog, messages, template, lost):

@@ -177,7 +177,7 @@ COMMANDS = [
 @needs_package
 @pytest.mark.parametrize("more, part", COMMANDS)
 def test_the_command_of_the_recipe(tasks, bundled, tmp_path, more, part):
-    """As printed, but for its task, which is on this disk. The harness's default device is a GPU."""
+    """As printed, but for its task, which is on this disk. The harness's own device is a GPU."""
     recipes = (ROOT / "docs" / "recipes.md").read_text()
     line, = [line for line in recipes.splitlines() if " -m nanoengine eval " in line]
     *printed, option, _ = shlex.split(line)

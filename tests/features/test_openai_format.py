@@ -15,11 +15,10 @@ from nanoengine_extras.tools.openai_format import (
     KNOWN,
     NEUTRAL,
     Body,
-    by_text,
-    bytes_of,
     object_of,
     options_of,
 )
+from nanoengine_extras.tools.openai_format.logprobs import by_text, bytes_of
 
 pytestmark = pytest.mark.needs(
     "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs",

@@ -342,8 +342,9 @@ def test_tools_reach_the_template(client, llm, monkeypatch, make_app):
         assert found.choices[0].message.content == "46"
     given = []
     render = module.extension("tools.chat").render
-    monkeypatch.setattr(module.extension("tools.chat"), "render", lambda inputs, messages, **options: (
-        given.append(options) or render(inputs, messages, **options)))
+    monkeypatch.setattr(
+        module.extension("tools.chat"), "render", lambda inputs, messages, **options: (
+            given.append(options) or render(inputs, messages, **options)))
     app, _ = make_app()
 
     async def main() -> None:

@@ -99,7 +99,7 @@ def test_sampling_params():
     assert params == SamplingParams(n=2, max_tokens=5)
     assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
     assert SamplingParams.from_optional() == SamplingParams() == SamplingParams(
-        temperature=None, seed=None, structured_outputs=None, guided_decoding=None)
+        temperature=None, seed=None, structured_outputs=None)
     copy = params.clone()
     copy.stop.append("b")
     assert (params.stop, copy.stop, type(copy)) == ([], ["b"], SamplingParams)
@@ -113,7 +113,6 @@ def test_sampling_params():
         {"x": 1}, {"-5": 1}, {"5": "x"}, {5.5: 1})),
     ({"structured_outputs": "json"}, "structured_outputs='json'"), ({"top_p": 2}, "top_p"),
     ({"structured_outputs": {"json": None}}, "structured_outputs={}"),
-    ({"guided_decoding": {}}, "structured_outputs={}"),
     ({"temprature": 1}, "temprature .*temperature")])
 def test_bad_params(options, message):
     with pytest.raises(ValueError, match=message):
@@ -179,9 +178,8 @@ def test_what_comes_back(llm):
 @pytest.mark.needs("sampling.structured_outputs")
 def test_structured_outputs(llm):
     digits = vllm.StructuredOutputsParams(regex="[0-9]{3}", json=None)
-    either = vllm.GuidedDecodingParams(choice=["12", "7"])
-    for params in (SamplingParams(structured_outputs=digits, n=3),
-                   SamplingParams(structured_outputs=None, guided_decoding=either)):
+    for form in (digits, {"choice": ["12", "7"]}):
+        params = SamplingParams(structured_outputs=form, n=3)
         for output in generate(llm, ["Once", "12 + 34 ="], params):
             for completion in output.outputs:
                 assert completion.text.isdigit() and completion.finish_reason == "stop"

@@ -17,8 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 from nanoengine_extras.tools.lab import film, simulate  # noqa: E402
 
-COMMANDS = re.findall(r"python -m nanoengine_extras\.tools\.lab\.film (.* -o (docs/films/.*\.html))",
-                      (ROOT / "docs" / "policies.md").read_text())
+COMMANDS = re.findall(
+    r"python -m nanoengine_extras\.tools\.lab\.film (.* -o (docs/films/.*\.html))",
+    (ROOT / "docs" / "policies.md").read_text())
 KEPT = [ROOT / file for _, file in COMMANDS]
 
 

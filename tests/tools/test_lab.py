@@ -1,4 +1,4 @@
-"""The lab: comparisons, the simulation against the engine, pictures, and the commands of the docs."""
+"""The lab: comparisons, the simulation against the engine, pictures, and commands of the docs."""
 
 import dataclasses
 import importlib.util
@@ -405,7 +405,8 @@ def commands() -> list[str]:
     found = []
     for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = file.read_text().replace("\\\n", " ")
-        found += re.findall(r"python3? ((?:bench\.py|-m nanoengine_extras\.tools\.lab\.\w+)[^`#\n]*)", text)
+        found += re.findall(
+            r"python3? ((?:bench\.py|-m nanoengine_extras\.tools\.lab\.\w+)[^`#\n]*)", text)
     return sorted({" ".join(command.split()) for command in found})
 
 

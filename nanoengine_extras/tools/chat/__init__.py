@@ -252,7 +252,7 @@ def report_lost(chat: list[dict[str, Any]], text: str,
     copies = []
     for message in chat:
         copy = dict(message)
-        content = message.get("content") or ""
+        content: Any = message.get("content") or ""
         is_list = isinstance(content, list)
         texts = [part["text"] for part in content] if is_list else [content]
         is_shown = all(each.strip() in text for each in texts)
@@ -266,7 +266,8 @@ def report_lost(chat: list[dict[str, Any]], text: str,
         copies.append(copy)
     # an error: the template checks what is marked, so it is not left out
     with suppress(Exception):
-        written = show(copies) if marks else ""
+        # in any case of letters
+        written = show(copies).lower() if marks else ""
         for what in dict.fromkeys(what for name, what in marks.items() if name not in written):
             logger.warning(f"{what} are dropped: the chat template does not write any, so the "
                            "model does not see them")

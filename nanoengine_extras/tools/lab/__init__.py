@@ -1,9 +1,11 @@
 """Experiments with the engine's policies and with the speed of the device under it.
 
-    python -m nanoengine_extras.tools.lab.compare memory      # variants of a policy on one workload
-    python -m nanoengine_extras.tools.lab.simulate memory     # the same on a clock: Llama-3-8B on an A100
-    python -m nanoengine_extras.tools.lab.film preemption     # a page that shows every step: queues, blocks, batch, reasons
-    python -m nanoengine_extras.tools.lab.limits              # times of decode steps and prompts, and their limits
+    python -m nanoengine_extras.tools.lab.NAME
+
+    compare memory      variants of a policy on one workload
+    simulate memory     the same on a clock: Llama-3-8B on an A100
+    film preemption     a page that shows every step: queues, blocks, batch, reasons
+    limits              times of decode steps and prompts, and their limits
 
 `options.py` has the flags and the workloads, `figures.py` the measured figures of a run.
 `drawing.py` makes pictures of a trace, also of your own runs. `bench.py` in the root of the

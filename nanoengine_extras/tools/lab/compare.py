@@ -1,8 +1,10 @@
-"""Compares the variants of a policy on one workload, in turn, with the model loaded once.
+r"""Compares the variants of a policy on one workload, in turn, with the model loaded once.
 
     python -m nanoengine_extras.tools.lab.compare batching
-    python -m nanoengine_extras.tools.lab.compare memory --true-lengths 0.5 --plot chart.png --timeline steps.png
-    python -m nanoengine_extras.tools.lab.compare --trace steps.json    # no comparison: the engine as its options say
+    python -m nanoengine_extras.tools.lab.compare memory --true-lengths 0.5 --plot \
+        chart.png --timeline steps.png
+    # no comparison: the engine as its options say
+    python -m nanoengine_extras.tools.lab.compare --trace steps.json
 
 Comparisons: batching, memory, preemption, victims, prefix, sampling, overtaking, speculation. By
 default, 64 prompts of 16 to 256 tokens generate 16 to 256 each, with blocks for a third of them. A

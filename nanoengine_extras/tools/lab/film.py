@@ -1,6 +1,7 @@
 """A film of the scheduler: one HTML file, to play, to step through and to drag.
 
-    python -m nanoengine_extras.tools.lab.film preemption -o film.html    # recompute, swap and reserve, two at a time
+    # recompute, swap and reserve, two at a time
+    python -m nanoengine_extras.tools.lab.film preemption -o film.html
     python -m nanoengine_extras.tools.lab.film batching --num-seqs 12 --gap 0
 
 The engine's own scheduler and block manager run a small workload, once for each variant of a

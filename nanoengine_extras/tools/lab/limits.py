@@ -1,7 +1,8 @@
-"""The times of decode steps and prompts, compared with the limit of the device.
+r"""The times of decode steps and prompts, compared with the limit of the device.
 
     python -m nanoengine_extras.tools.lab.limits --config qwen3-0.6b --plot limits.png
-    python -m nanoengine_extras.tools.lab.limits --config qwen3-0.6b --batches 1 32 --contexts 256 --prompts 1024
+    python -m nanoengine_extras.tools.lab.limits --config qwen3-0.6b --batches 1 32 \
+        --contexts 256 --prompts 1024
 
 limit: reading weights, K and V once at the bandwidth of a sum, which only reads, or computing at
     the rate of a large matrix product, whichever takes longer. products: the matrix products of the

@@ -2,8 +2,8 @@
 
 serve.py and batch.py use it. Parameters are OpenAI's and vLLM's, such as `top_k` and `ignore_eos`;
 null stands for the default. Parameters without an effect on the answer, such as `user`, are
-accepted. `tools` and `reasoning_effort` go to the chat template; reasoning.py and tool_calls.py find
-thoughts and calls in an answer.
+accepted. `tools` and `reasoning_effort` go to the chat template; reasoning.py and tool_calls.py
+find thoughts and calls in an answer.
 """
 
 import json
@@ -13,15 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
-
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
 from nanoengine.errors import naming, rejected
 from nanoengine.features import extension, is_installed
+from nanoengine_extras.tools.openai_format.logprobs import Tokens, of_chat, of_completion
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -44,8 +41,6 @@ NEUTRAL: dict[str, Any] = dict(
     modalities=["text"], thinking_token_budget=-1, tool_choice="none", truncation_side="left",
     **dict.fromkeys("""echo priority return_token_ids return_token_offsets return_weight_versions
     return_tokens_as_token_ids routed_experts_prompt_start use_beam_search""".split(), 0))
-# a token and its log-probabilities; the first token of a prompt has none
-Tokens = list[tuple[int, dict[int, Any] | None]]
 
 
 @dataclass(eq=False)
@@ -109,7 +104,7 @@ class Body:
                 given["chat_template_kwargs"] = {
                     "reasoning_effort": body["reasoning_effort"],
                     "enable_thinking": body["reasoning_effort"] != "none", **further}
-            messages = body.get("messages")
+            messages: Any = body.get("messages")
             self.prompts = extension("tools.chat").render(llm.inputs, [messages], **given)
             self.tokenizer = llm.get_tokenizer()
             if is_installed("tools.reasoning"):
@@ -218,69 +213,12 @@ class Body:
         """Returns a choice without its text. offset: the length of the texts of earlier tokens."""
         logprobs: Any = None
         if tokens and self.url == CHAT:
-            entries = [self._logprob(*each) for each in tokens]
+            entries = [of_chat(*each, self.tokenizer, self.params.logprobs) for each in tokens]
             logprobs = {"content": entries, "refusal": None}
         elif tokens:
-            logprobs = self._logprobs(tokens, offset)
+            logprobs = of_completion(tokens, self.tokenizer, offset)
         return {"index": self.index(output, completion), "logprobs": logprobs,
                 "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-
-    def _logprob(self, token_id: int, found: dict[int, Any] | None) -> dict[str, Any]:
-        """Returns OpenAI's entry for a token of a chat, with the likeliest tokens in its place."""
-        assert found
-        entries = {each: {"token": at.decoded_token or "", "logprob": number_of(at),
-                          "bytes": bytes_of(self.tokenizer.backend_tokenizer, each)}
-                   for each, at in sorted(found.items(), key=lambda item: item[1].rank)}
-        most = self.params.logprobs
-        top = [each for each in entries if most == -1 or found[each].rank <= (most or 0)]
-        return entries[token_id] | {"top_logprobs": [entries[each] for each in top]}
-
-    def _logprobs(self, tokens: Tokens, offset: int) -> dict[str, list[Any]]:
-        """Returns OpenAI's lists for completions. Nothing comes before the first token of an echo,
-        so it has only its text."""
-        texts = [found[token_id].decoded_token or "" if found
-                 else self.tokenizer.decode([token_id]) for token_id, found in tokens]
-        return {"tokens": texts, "text_offset": [*accumulate(map(len, texts[:-1]), initial=offset)],
-                "token_logprobs": [at and number_of(at[token_id]) for token_id, at in tokens],
-                "top_logprobs": [found and by_text(found) for _, found in tokens]}
-
-
-def by_text(found: dict[int, Any]) -> dict[str, float]:
-    """Returns OpenAI's `top_logprobs` of a completion, the likeliest first.
-
-    Several tokens can have the same text, such as parts of characters, which have none. The first
-    of them has the text as its name, and the others have vLLM's name of a token: token_id:5.
-    """
-    named: dict[str, float] = {}
-    for token_id, each in sorted(found.items(), key=lambda item: item[1].rank):
-        text = each.decoded_token or ""
-        named[f"token_id:{token_id}" if text in named else text] = number_of(each)
-    return named
-
-
-@lru_cache(maxsize=2**16)
-def bytes_of(tokenizer: Any, token_id: int) -> list[int]:
-    """Returns the bytes of a token, which can be a part of a character.
-
-    tokenizer: from the library `tokenizers`.
-    """
-    # some decoders strip spaces at the start of a text
-    once, twice = (tokenizer.decode([token_id] * count, False) for count in (1, 2))
-    name = tokenizer.id_to_token(token_id) or ""
-    if "\ufffd" in once:
-        if re.fullmatch("<0x[0-9A-F]{2}>", name):
-            return [int(name[3:5], 16)]
-        # byte-level BPE: a letter for each byte
-        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-        if byte_of.keys() >= {*name}:
-            return [byte_of[letter] for letter in name]
-    return [*twice[len(once):].encode()]
-
-
-def number_of(logprob: Any) -> float:
-    """Returns a log-probability; JSON has no infinity, so it is -9999 as in vLLM."""
-    return max(logprob.logprob, -9999.0)
-
 
 # ------------------------------------------------------------------------------------ reading
 
