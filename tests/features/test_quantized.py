@@ -616,8 +616,10 @@ AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_awq
     (compressed_config(6, type="float"), "weights.type.*='float 6'"),
     (compressed_config(bits=2), "weights.type.*='int 2'"),
     (dict(quant_method="modelopt", quant_algo="NVFP4_AWQ"), "quant_algo='NVFP4_AWQ'"),
-    (dict(quant_method="modelopt", quantization=dict(quantized_layers=dict(
-        a=dict(quant_algo="FP8"), b=dict(quant_algo="W4A8_AWQ")))), r"\['b'\].*='W4A8_AWQ'"),
+    (dict(quant_method="modelopt", quantized_layers=dict(
+        a=dict(quant_algo="FP8"), b=dict(quant_algo="W4A8_AWQ"))), r"\['b'\].*='W4A8_AWQ'"),
+    (dict(quant_method="modelopt", quantization=dict(quant_algo="FP8")), "quantization={'quant_a"),
+    (dict(quant_method="fbgemm_fp8"), "quant_method='fbgemm_fp8' .* its version in GGUF, AWQ"),
     (AUTO_ROUND | dict(packing_format="auto_round:llm_compressor"), "packing_format='auto_round:l"),
     (AUTO_ROUND | dict(act_bits=8), "act_bits=8"),
     (AUTO_ROUND | dict(bits=3), "bits=3"),

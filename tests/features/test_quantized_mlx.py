@@ -22,34 +22,22 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 from nanoengine import LLM  # noqa: E402
-from nanoengine_extras.models.quantized.formulas import E4M3, MXFP4  # noqa: E402
 
-# the bits of a number, and the inputs of a group
-MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 Parts = dict[str, Tensor]
 
 
-def draw(shape: tuple[int, ...], bits: int = 4, group_size: int = 32, mode: str = "affine",
+def draw(shape: tuple[int, ...], bits: int = 4, group_size: int = 32,
          dtype: torch.dtype = torch.bfloat16) -> tuple[Parts, Tensor]:
     """The parts of a random weight, and what they stand for."""
     numbers = torch.randint(2**bits, shape)
     size = *shape[:-1], shape[-1] // group_size
     groups = torch.arange(shape[-1]) // group_size
-    if mode == "affine":
-        scales = (torch.randn(size) * 0.3 / 2**bits).to(dtype)
-        # one number of each group stands for nearly 0
-        lows = (-scales * torch.randint(1, 2**bits, size)).to(dtype)
-        parts = {"scales": scales, "biases": lows}
-        # in float64: each product is exact, and then rounded once
-        whole = numbers * scales.double()[..., groups] + lows.double()[..., groups]
-    else:
-        # two bytes are no number
-        numbers[numbers % 128 == 127] = 126
-        # about 2**-8, in FP8 and as exponents
-        most, kind = (16, torch.float8_e4m3fn) if mode == "nvfp4" else (122, torch.float8_e8m0fnu)
-        parts = {"scales": torch.randint(most - 8, most, size, dtype=torch.uint8)}
-        values = E4M3 if bits == 8 else MXFP4 / 2
-        whole = values[numbers] * parts["scales"].view(kind).float()[..., groups]
+    scales = (torch.randn(size) * 0.3 / 2**bits).to(dtype)
+    # one number of each group stands for nearly 0
+    lows = (-scales * torch.randint(1, 2**bits, size)).to(dtype)
+    parts = {"scales": scales, "biases": lows}
+    # in float64: each product is exact, and then rounded once
+    whole = numbers * scales.double()[..., groups] + lows.double()[..., groups]
     words = in_words(numbers.flatten(0, -2), bits).view(torch.uint32)
     return parts | {"weight": words.unflatten(0, shape[:-1])}, whole.float()
 
@@ -66,10 +54,10 @@ def write(source: Path, folder: Path, tensors: Parts, entries: dict[str, Any]) -
 def make_mlx(make_model, tmp_path):
     """Writes a small random model. Returns its folder, and transformers' model.
 
-    entries: of the model's quantization_config, with modules that differ; ending: of what is added;
+    entries: of the model's quantization_config, with modules that differ
     names: parts of names, and MLX's names of them
     """
-    def make(entries: dict[str, Any], architecture: str = "Qwen3", ending: str = "biases",
+    def make(entries: dict[str, Any], architecture: str = "Qwen3",
              names: dict[str, str] | None = None, **changes: Any) -> tuple[Path, Any]:
         source, model = make_model(architecture, **SIZES | changes)
         tensors: Parts = {}
@@ -82,7 +70,7 @@ def make_mlx(make_model, tmp_path):
             if weight.ndim == 1 or not own:
                 tensors[name] = weight
                 continue
-            own = {key: own[key] for key in ("bits", "group_size", "mode") if key in own}
+            own = {key: own[key] for key in ("bits", "group_size")}
             for old, new in (names or {}).items():
                 module = module.replace(old, new)
             matrices = {module: weight}
@@ -93,15 +81,10 @@ def make_mlx(make_model, tmp_path):
                 parts, whole = draw(tuple(matrix.shape), **own)
                 matrix.copy_(whole)
                 for end, tensor in parts.items():
-                    tensors[f"{each}.{ending if end == 'biases' else end}"] = tensor
+                    tensors[f"{each}.{end}"] = tensor
         return write(source, tmp_path / "mlx", tensors, entries), model
 
     return make
-
-
-def entries_of(mode: str) -> dict[str, Any]:
-    bits, group = MODES[mode]
-    return dict(bits=bits, group_size=group, mode=mode)
 
 
 @pytest.mark.parametrize("bits, group", [(2, 128), (3, 64), (4, 32), (5, 64), (6, 32), (8, 64)])
@@ -111,30 +94,6 @@ def test_numbers_of_all_sizes(make_mlx, caplog, bits, group, kernels):
     assert generated(folder, kernels=kernels) == expected(model)
     # with kernels, all stay packed
     assert ("are dequantized" in caplog.text) != kernels
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model_impl", ["native", "transformers"])
-def test_other_modes(make_mlx, mode, model_impl):
-    folder, model = make_mlx(entries_of(mode), "Llama")
-    assert generated(folder, model_impl=model_impl) == expected(model)
-
-
-def test_modules_that_differ(make_mlx):
-    """The mode of a module that the config names is "affine", unless it says otherwise. False: not
-    quantized."""
-    layer = "model.layers.0.mlp"
-    entries = entries_of("mxfp4") | {
-        f"{layer}.down_proj": dict(bits=8, group_size=32), "lm_head": entries_of("mxfp8"),
-        f"{layer}.gate_proj": entries_of("nvfp4"), "model.embed_tokens": False}
-    folder, model = make_mlx(entries, "Llama")
-    assert generated(folder) == expected(model)
-
-
-def test_metal(make_mlx):
-    """transformers' own name of the format, and of what is added."""
-    folder, model = make_mlx(dict(quant_method="metal", bits=4, group_size=64), ending="qbiases")
-    assert generated(folder) == expected(model)
 
 
 def test_one_matrix_is_head_and_embedding(make_mlx):
@@ -195,15 +154,21 @@ def test_schedules_in_bfloat16(make_mlx, bits, options):
 # ------------------------------------------------------------------------------- refused
 
 
-@pytest.mark.parametrize("mode, names", [
-    ("affine", ["scales", "biases"]), ("mxfp4", ["scales"]), ("mxfp8", ["scales"]),
-    ("nvfp4", ["scales"])])
-def test_damaged_parts(tmp_path, mode, names):
-    bits, group = MODES.get(mode, (4, 32))
-    parts, whole = draw((96, 128), bits, group, mode, torch.float16)
-    entries = dict(quant_method="mlx", bits=bits, group_size=group, mode=mode)
+def test_modules_that_differ(make_mlx):
+    """False: not quantized."""
+    layer = "model.layers.0.mlp"
+    entries = dict(bits=4, group_size=64) | {
+        f"{layer}.down_proj": dict(bits=8, group_size=32), "lm_head": dict(bits=6, group_size=64),
+        "model.embed_tokens": False}
+    folder, model = make_mlx(entries, "Llama")
+    assert generated(folder) == expected(model)
+
+
+def test_damaged_parts(tmp_path):
+    parts, whole = draw((96, 128), dtype=torch.float16)
+    entries = dict(quant_method="mlx", bits=4, group_size=32)
     assert torch.equal(opened(tmp_path, entries, parts).read(), whole)
-    check_damages(tmp_path, entries, parts, names)
+    check_damages(tmp_path, entries, parts, ["scales", "biases"])
 
 
 def test_missing_parts(tmp_path):
@@ -217,19 +182,12 @@ def test_missing_parts(tmp_path):
         opened(tmp_path, entries, parts | {"weight": parts["weight"].view(torch.int32)}).read()
 
 
-def test_scales_that_are_no_numbers(tmp_path):
-    parts, _ = draw((64, 128), 4, 16, "nvfp4")
-    parts["scales"][3, 5] = 127
-    with pytest.raises(ValueError, match=r"own\.scales='nan' is not accepted"):
-        opened(tmp_path, dict(quant_method="mlx", **entries_of("nvfp4")), parts).read()
-
-
 @pytest.mark.parametrize("changes, message", [
     (dict(bits=7), r"quantization_config\.bits=7 is not accepted: it must be one of \[2, 3"),
     (dict(group_size=48), r"quantization_config\.group_size=48 is not accepted"),
-    (dict(mode="mxfp6"), r"quantization_config\.mode='mxfp6' is not accepted"),
+    (dict(mode="mxfp4"), r"quantization_config\.mode='mxfp4' is not accepted: .*'affine'"),
+    (dict(quant_method="metal"), r"quant_method='metal' is not accepted: it must be one of .*GGUF"),
     ({"model.norm": dict(bits=1, group_size=64)}, r"config\.model\.norm\.bits=1 is not accepted"),
-    (dict(global_scale=True), r"quantization_config\.global_scale=True is not accepted"),
     # such as GPTQ's without its name
     (dict(sym=True), r"quant_method=None is not accepted: it must be one of .*'gptq'")])
 def test_other_configs(make_mlx, changes, message):

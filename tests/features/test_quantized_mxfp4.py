@@ -1,5 +1,5 @@
 """gpt-oss, whose experts are stored in MXFP4: as openai/gpt-oss-20b, as llama.cpp's converter
-writes it, as MLX does, and with linears of each expert, as llm-compressor does. transformers' own
+writes it, and with linears of each expert, as llm-compressor does. transformers' own
 function dequantizes the weights of the model to compare with."""
 
 import json
@@ -13,8 +13,7 @@ import torch
 import transformers
 from conftest import greedy_reference
 from quantizing import (
-    GREEDY, OPTIONS, PROMPTS, change_config, compressed_config, generated, gguf_name,
-    in_words)
+    GREEDY, OPTIONS, PROMPTS, change_config, compressed_config, generated, gguf_name)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -105,34 +104,6 @@ def write_linears(folder: Path, model: Any, numbers: Numbers) -> Path:
     return folder
 
 
-def write_mlx(folder: Path, model: Any, numbers: Numbers) -> Path:
-    """Gates and ups apart, in words of 8 numbers."""
-    model.config.save_pretrained(folder)
-    entries = dict(mode="mxfp4", bits=4, group_size=32)
-    change_config(folder, architectures=["GptOssForCausalLM"], quantization=entries,
-                  quantization_config=entries)
-    tensors = {}
-    for name, each in model.state_dict().items():
-        module, is_expert, own = name.partition("experts.")
-        parts = {own: slice(None)}
-        if "gate_up" in own:
-            parts = {own.replace("gate_up", "gate"): slice(0, None, 2),
-                     own.replace("gate_up", "up"): slice(1, None, 2)}
-        for part, rows in parts.items():
-            to = f"{module}{is_expert}{part}"
-            if name in numbers:
-                found, exponents = (stored[:, rows] for stored in numbers[name])
-                words = in_words(found.flatten(0, -2), 4).view(torch.uint32)
-                tensors[f"{to}.weight"] = words.view(*found.shape[:2], -1)
-                tensors[f"{to}.scales"] = exponents
-            else:
-                bias = to.replace("_bias", ".bias")
-                tensors[bias] = each[:, rows] if is_expert else each
-    save_file({name: each.contiguous() for name, each in tensors.items()},
-              folder / "model.safetensors", metadata={"format": "mlx"})
-    return folder
-
-
 def write_gguf(folder: Path, model: Any, numbers: Numbers, kind: str = "MXFP4") -> Path:
     """kind: the type of experts' matrices; it must be exact"""
     path = folder / "model.gguf"
@@ -191,10 +162,9 @@ def add_experts(writer: Any, layer: str, name: str, weight: Tensor, numbers: Num
                 gguf.quantize(each, stored) for each in matrices]), raw_dtype=stored)
 
 
-WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf, "linears": write_linears,
-           "mlx": write_mlx}
+WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf, "linears": write_linears}
 # what these models are quantized by
-METHODS = {"safetensors": "mxfp4", "gguf": "gguf", "linears": "compressed-tensors", "mlx": "mlx"}
+METHODS = {"safetensors": "mxfp4", "gguf": "gguf", "linears": "compressed-tensors"}
 
 
 @pytest.fixture(scope="module")

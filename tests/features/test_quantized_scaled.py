@@ -1,4 +1,4 @@
-"""Models of compressed-tensors in FP8, INT8, NVFP4 and MXFP4, and of FBGEMM, ModelOpt, AutoRound.
+"""Models of compressed-tensors in FP8, INT8, NVFP4 and MXFP4, and of ModelOpt, AutoRound.
 
 Their tokens are those that transformers generates with the dequantized weights. These have the bits
 that the packages compute: compressed-tensors 0.20 in the dtype of its scales (NVFP4, MXFP4: in
@@ -104,11 +104,9 @@ STATIC = compressed("float-quantized", strategy="tensor") | dict(kv_cache_scheme
 NVFP4 = compressed("nvfp4-pack-quantized", bits=4, strategy="tensor_group", group_size=16)
 AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_gptq", bits=4,
                   group_size=32, sym=False, extra_config={"lm_head": dict(bits=16)})
-# as config.json has it, and as hf_quant_config.json
 MODELOPT = dict(quant_method="modelopt", quant_algo="NVFP4", config_groups=dict(
     group_0=dict(input_activations=dict(num_bits=4, group_size=16))))
-OLD_MODELOPT = dict(quant_method="modelopt", quantization=dict(
-    quant_algo="FP8", kv_cache_quant_algo="FP8"))
+MODELOPT_FP8 = dict(quant_method="modelopt", quant_algo="FP8", kv_cache_scheme=ROUNDED)
 FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "FP8 dynamic": (in_fp8, compressed("float-quantized", strategy="channel")),
     "FP8 static": (lambda weight: in_fp8(weight, 0, torch.float32), STATIC),
@@ -120,10 +118,8 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "NVFP4": (lambda weight: in_fp4(weight, 16), NVFP4),
     "MXFP4": (lambda weight: in_fp4(weight, 32), compressed(
         "mxfp4-pack-quantized", bits=4, strategy="group", group_size=32)),
-    "FBGEMM": (lambda weight: in_fp8(weight, 1, torch.float32), dict(
-        quant_method="fbgemm_fp8", activation_scale_ub=1200.0)),
     "ModelOpt": (lambda weight: in_fp4(weight, 16, "weight"), MODELOPT),
-    "ModelOpt FP8": (lambda weight: in_fp8(weight, 0, torch.float32), OLD_MODELOPT),
+    "ModelOpt FP8": (lambda weight: in_fp8(weight, 0, torch.float32), MODELOPT_FP8),
     "AutoRound": (in_auto_round, AUTO_ROUND),
     "AutoRound zeros": (lambda weight: in_auto_round(weight, 2), AUTO_ROUND | dict(
         packing_format="auto_round"))}
@@ -138,7 +134,7 @@ EXPERTS = dict(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
 # on CPUs without AVX-512, their numbers have no packed form
 WITH_TABLES = ["NVFP4", "ModelOpt"]
 # they differ little from others
-SLOW = ["FP8 groups", "FBGEMM", "ModelOpt FP8", "AutoRound zeros"]
+SLOW = ["FP8 groups", "ModelOpt FP8", "AutoRound zeros"]
 
 
 def stays_packed(name: str) -> bool:
@@ -264,10 +260,10 @@ def test_the_matrices_of_many_experts(tmp_path, shape):
 
 
 def test_transposed_experts(tmp_path):
-    """As transformers writes Llama 4 in FBGEMM's format: (experts, inputs, outputs)."""
+    """(experts, inputs, outputs), as transformers writes Llama 4."""
     numbers, scales = torch.randn(2, 32, 48).to(torch.float8_e4m3fn), torch.rand(2, 1, 48)
     parts = dict(weight=numbers, weight_scale=scales)
-    found = opened(tmp_path, dict(quant_method="fbgemm_fp8"), parts).read()
+    found = opened(tmp_path, dict(quant_method="fp8"), parts).read()
     assert torch.equal(found, numbers.float() * scales)
 
 
@@ -295,7 +291,7 @@ def test_act_order(tmp_path, kind):
     assert pack(found, torch.float32) is None
 
 
-@pytest.mark.parametrize("where", [[], ["quantization"], ["quantized_layers", "own"]], ids=str)
+@pytest.mark.parametrize("where", [[], ["quantized_layers", "own"]], ids=str)
 def test_blocks_of_modelopt_at_the_edge(tmp_path, where):
     """They have 128 rows and columns, even if blocks of the same size would fit."""
     entries = dict(quant_algo="fp8_pb_wo")
@@ -352,22 +348,12 @@ def test_a_truncated_file_is_named(make_scaled):
         LLM(folder, **OPTIONS)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3", "Olmo2"])
-def test_a_file_beside_the_config(make_scaled, architecture, caplog):
-    """As ModelOpt wrote it in 2024."""
-    folder, model = make_scaled("ModelOpt FP8", architecture)
-    config = json.loads((folder / "config.json").read_text())
-    entries = config.pop("quantization_config")
-    (folder / "config.json").write_text(json.dumps(config))
-    file = folder / "hf_quant_config.json"
-    file.write_text(json.dumps({"quantization": entries["quantization"]}))
-    assert generated(folder, quantization="modelopt") == expected(model)
-    assert "kv_cache_quant_algo, quant_algo of the model's quantization_config" in caplog.text
-    file.write_text(json.dumps(dict(quantization=dict(quant_algo="W4A16_AWQ"))))
-    with pytest.raises(ValueError, match="quant_algo='W4A16_AWQ' is not accepted"):
-        LLM(folder, **OPTIONS)
-    file.write_text("{")
-    with pytest.raises(ValueError, match="hf_quant_config.json: "):
+def test_a_folder_of_modelopt_of_2024_is_refused(make_scaled):
+    """What it says about its weights is in a file beside config.json."""
+    folder, _ = make_scaled("ModelOpt FP8")
+    change_config(folder, quantization_config=None)
+    (folder / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="hf_quant_config.json: .* are not read: .*GGUF, AWQ or"):
         LLM(folder, **OPTIONS)
 
 
@@ -429,8 +415,8 @@ def test_damaged_parts(tmp_path, name):
     (dict(quant_method="fp8", weight_block_size=[32, 48]), [(2, 3)]),
     (dict(quant_method="modelopt", quant_algo="FP8"), [(), (1,)]),
     (dict(quant_method="modelopt", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"), [(64,), (64, 1)]),
-    (dict(quant_method="modelopt", quantization=dict(quantized_layers=dict(
-        a=dict(quant_algo="FP8"), b=dict(quant_algo="MXFP8")))), [(), (64, 4)]),
+    (dict(quant_method="modelopt", quantized_layers=dict(
+        a=dict(quant_algo="FP8"), b=dict(quant_algo="MXFP8"))), [(), (64, 4)]),
     (compressed("float-quantized", strategy="tensor"), [(), (1,)]),
     (compressed("float-quantized", strategy="channel"), [(64, 1)]),
     (compressed("float-quantized", strategy="block", block_structure="48x64"), [(2, 2)]),

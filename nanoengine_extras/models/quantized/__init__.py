@@ -14,7 +14,6 @@ transformers_files.py and transformers_linears.py. gguf_files.py needs a package
 """
 
 import atexit
-import json
 import re
 import shutil
 import tempfile
@@ -107,12 +106,11 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     config = runner.config
     is_own = runner.model_config.model_type in FAMILIES
     in_config = getattr(runner.model_config, "quantization_config", None)
-    entries = methods.with_method(in_config or entries_beside(folder))
+    entries = methods.with_method(in_config or {})
     if entries:
         methods.check(entries)
-    elif not config.quantization:
-        # hf_quant_config.json is empty
-        return {}
+    elif (beside := folder / "hf_quant_config.json").is_file():
+        raise ValueError(f"{beside}: ModelOpt's folders of 2024 are not read: {methods.INSTEAD}")
     given = config.quantization or ""
     given = MARLIN.get(given, given)
     method: Any = entries.get("quant_method", given)
@@ -162,14 +160,6 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
         runner.model_config.tie_word_embeddings = False
     loading = Loading(runner.dtype)
     return found | {"place": loading.place, "read": loading.read}
-
-
-def entries_beside(folder: Path) -> dict[str, Any]:
-    """Returns the entries that ModelOpt wrote next to config.json in 2024, instead of
-    quantization_config."""
-    with naming(file := folder / "hf_quant_config.json"):
-        found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-        return found and {"quant_method": "modelopt", **found}
 
 
 def stays_packed(runner: ModelRunner) -> bool:

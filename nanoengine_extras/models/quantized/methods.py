@@ -14,7 +14,7 @@ ROUNDED = "which quantization='int8' or 'int4' rounds when it is loaded"
 INSTEAD = f"it must be the model that was quantized, {ROUNDED}, or its version in GGUF, AWQ or GPTQ"
 # entries that ask for rounded activations, or a rounded KV cache
 ACTIVATIONS = ("input_activations", "output_activations", "kv_cache_scheme", "activation_scheme",
-               "activation_scale_ub", "activation", "kv_cache_quant_algo", "load_in_8bit")
+               "activation", "load_in_8bit")
 # entries of GPTQModel and AutoRound: weights are rotated, so some products need rotated inputs
 ROTATIONS = "rotation", "rotation_config", "spinquant_config"
 # compressed-tensors: how weights are stored, and their types and bits
@@ -29,10 +29,8 @@ BLOCKS = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128,
 ALGORITHMS = ["", *BLOCKS, "MIXED_PRECISION"]
 # GPTQ's bits
 BITS = [2, 3, 4, 8]
-# MLX's modes: bits, and inputs of a group
-MLX_MODES: dict[str, tuple[list, list]] = {
-    "affine": ([2, 3, 4, 5, 6, 8], [32, 64, 128]), "mxfp4": ([4], [32]), "mxfp8": ([8], [32]),
-    "nvfp4": ([4], [16])}
+# MLX's bits
+MLX_BITS = [2, 3, 4, 5, 6, 8]
 # the format of AutoRound's files
 PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
            "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
@@ -101,18 +99,15 @@ def blocks_in(c: dict[str, Any]) -> list[tuple[int, int]]:
 
 def has_rounded_cache(c: dict[str, Any]) -> bool:
     """Whether the entries ask for a KV cache of few bits."""
-    # the second one as in hf_quant_config.json
-    return any(isinstance(each, dict) and bool(
-        each.get("kv_cache_scheme") or each.get("kv_cache_quant_algo"))
-        for each in (c, c.get("quantization")))
+    return bool(c.get("kv_cache_scheme"))
 
 
 def modelopt_rows(c: dict[str, Any]) -> Iterator[Row]:
-    # the second one as in hf_quant_config.json
-    for each in (c, c.get("quantization") or {}):
-        yield "quant_algo", algorithm_of(each), ALGORITHMS
-        for name, layer in (each.get("quantized_layers") or {}).items():
-            yield f"quantized_layers[{name!r}].quant_algo", algorithm_of(layer), ALGORITHMS
+    # of 2024
+    yield "quantization", c.get("quantization"), [None]
+    yield "quant_algo", algorithm_of(c), ALGORITHMS
+    for name, layer in (c.get("quantized_layers") or {}).items():
+        yield f"quantized_layers[{name!r}].quant_algo", algorithm_of(layer), ALGORITHMS
 
 
 def auto_round_rows(c: dict[str, Any]) -> Iterator[Row]:
@@ -138,26 +133,23 @@ def mlx_rows(c: dict[str, Any]) -> Iterator[Row]:
     # modules that differ; False: one that is not quantized
     others = {f"{name}.": each for name, each in c.items() if isinstance(each, dict)}
     for name, each in ({"": c} | others).items():
-        mode = each.get("mode", "affine")
-        yield f"{name}mode", mode, [*MLX_MODES]
-        bits, groups = MLX_MODES.get(mode, ([], []))
-        yield f"{name}bits", each.get("bits"), bits
-        yield f"{name}group_size", each.get("group_size"), groups
-        yield f"{name}global_scale", each.get("global_scale", False), [False]
+        yield f"{name}mode", each.get("mode", "affine"), ["affine"]
+        yield f"{name}bits", each.get("bits"), MLX_BITS
+        yield f"{name}group_size", each.get("group_size"), [32, 64, 128]
 
 
 def with_method(entries: dict[str, Any]) -> dict[str, Any]:
-    """Names the method of MLX, whose config does not. "metal" of transformers has its format."""
+    """Names the method of MLX, whose config does not."""
     # the others are GPTQ's and AWQ's
     known = entries.keys() & {"bits", "sym", "desc_act", "zero_point"}
-    is_mlx = entries.get("quant_method", "mlx") in ("mlx", "metal") and known == {"bits"}
+    is_mlx = entries.get("quant_method", "mlx") == "mlx" and known == {"bits"}
     return entries | {"quant_method": "mlx"} if is_mlx else entries
 
 
 ROWS = {"awq": awq_rows, "gptq": gptq_rows, "compressed-tensors": compressed_rows,
         "fp8": fp8_rows, "modelopt": modelopt_rows, "auto-round": auto_round_rows,
         "mlx": mlx_rows,
-        **dict.fromkeys(("bitsandbytes", "fbgemm_fp8", "mxfp4", "gguf"), lambda entries: iter(()))}
+        **dict.fromkeys(("bitsandbytes", "mxfp4", "gguf"), lambda entries: iter(()))}
 
 
 def check(entries: dict[str, Any]) -> None:

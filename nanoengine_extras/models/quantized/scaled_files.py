@@ -1,4 +1,4 @@
-"""Weights with their scales: compressed-tensors, FP8 of DeepSeek, FBGEMM and ModelOpt, NVFP4. The
+"""Weights with their scales: compressed-tensors, FP8 of DeepSeek and ModelOpt, NVFP4. The
 types of the tensors say what a weight is:
 
     q_proj.weight           (outputs, inputs) float8_e4m3fn or int8
@@ -31,7 +31,7 @@ SCALES = ("_scale_inv", "_scale")
 PARTS = (*SCALES, "_scale_2", "_global_scale", "_zero_point", "_shape", "_g_idx")
 # scales of what is not rounded here
 OTHERS = re.compile(r"(\.|_proj_|prob_)(input|output|activation|kv|[qkv])_(global_)?"
-                    r"(scale|scale_ub|zero_point)$")
+                    r"(scale|zero_point)$")
 # the format of a weight, by the type of its numbers
 KINDS = {"F8_E4M3": "FP8", "I8": "INT8", "U8": "FP4", "I32": "INT4 or INT8"}
 # the types of scales, by that of the numbers; of others: FLOATS
