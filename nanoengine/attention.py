@@ -145,12 +145,13 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     Raises ValueError for a backend that cannot work here.
     """
     table = backends(device)
-    usable = [each for each in table if table[each].works(device, dtype)]
-    if name == "auto":
+    # one that is asked for does not import the libraries of the others
+    if name not in table or not table[name].works(device, dtype):
+        usable = [each for each in table if table[each].works(device, dtype)]
+        if name != "auto":
+            raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
         # "gather" works everywhere
         name = max(usable, key=lambda each: table[each].rank)
-    if name not in usable:
-        raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
     multiple = table[name].block_multiple
     if block_size % multiple:
         raise rejected("block_size", block_size, f"a multiple of {multiple} for {name}")

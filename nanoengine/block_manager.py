@@ -93,8 +93,8 @@ class BlockManager:
         """Gives a sequence its blocks (`num_blocks_to_hold`).
 
         It first shares existing blocks (`find_shared`), then takes fresh ones. If a parent's last
-        block is partial, the first fresh block of the new fork becomes a copy of it, at the start of
-        the next step: both then write to this block (the write in "copy on write").
+        block is partial, the first fresh block of the new fork becomes a copy of it, at the start
+        of the next step: both then write to this block (the write in "copy on write").
 
         With 300 prompt tokens, blocks of 128 and n = 4:
 

@@ -23,7 +23,8 @@ from nanoengine_extras.cpu.modules import PackedLinear
 PROMPTS = random_prompts([5, 30])
 
 
-@pytest.mark.parametrize("eos, known", [(None, {}), (7, {7: 7}), ([7, -1, 10**16, "7", 7.5, None], {7: 7})])
+@pytest.mark.parametrize("eos, known", [
+    (None, {}), (7, {7: 7}), ([7, -1, 10**16, "7", 7.5, None], {7: 7})])
 def test_no_vocabulary_is_searched_for_an_eos(tmp_path, eos, known):
     """A search through this one would never end."""
     config = SimpleNamespace(eos_token_id=eos, vocab_size=10**15)
@@ -198,7 +199,7 @@ def test_names_and_prompts_that_nothing_can_read(tiny, value):
 
 def test_a_tokenizer_of_another_folder(text_copy):
     """transformers would read it in place of tokenizer.json."""
-    (text_copy.parent / "tokenizer.4.0.json").write_bytes((text_copy / "tokenizer.json").read_bytes())
+    shutil.copy(text_copy / "tokenizer.json", text_copy.parent / "tokenizer.4.0.json")
     file = text_copy / "tokenizer_config.json"
     entries = json.loads(file.read_text()) | {"fast_tokenizer_files": ["../tokenizer.4.0.json"]}
     file.write_text(json.dumps(entries))
