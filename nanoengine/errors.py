@@ -80,7 +80,9 @@ class Options:
     """The base of the dataclasses of options."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        checks().names(cls, arguments, options)
+        # a subclass with an `__init__` of its own can take other arguments
+        if "__init__" not in vars(cls) or "__dataclass_fields__" in vars(cls):
+            checks().names(cls, arguments, options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

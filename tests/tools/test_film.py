@@ -34,13 +34,13 @@ def read(file) -> dict:
 def engines(monkeypatch) -> list:
     """The engines that are filmed. The blocks of each are checked at every frame."""
     found = []
-    make, frame_of = simulate.Engine, film.frame_of
+    make, frame_of = simulate.make_engine, film.frame_of
 
     def checked(engine, batch):
         check_blocks(engine.scheduler)
         return frame_of(engine, batch)
 
-    monkeypatch.setattr(simulate, "Engine", lambda *args, **options: (
+    monkeypatch.setattr(simulate, "make_engine", lambda *args, **options: (
         found.append(make(*args, **options)) or found[-1]))
     monkeypatch.setattr(film, "frame_of", checked)
     return found
