@@ -24,7 +24,8 @@ the line of nanoengine that broke it:
 - flash-attn and PyTorch's varlen kernel take only some types, shapes and strides.
 - Each thread has a current device, and an event or a kernel of Triton goes there. `gpu.use_thread`
   begins a thread of the test, with any current device.
-- The kernels of nanoengine_extras.gpu are one launch each, and compute what PyTorch's operators would.
+- The kernels of nanoengine_extras.gpu are one launch each, and compute what PyTorch's operators
+  would.
 
 Products, norms and attention are summed in float64. So a row has the same bits whatever rows are
 beside it, and tokens must be equal with graphs or without, alone, in a batch or in chunks.
@@ -332,7 +333,8 @@ class FakeGpu:
     """While it is entered, PyTorch has this GPU. It can be entered again, with all its tensors.
 
     flash_attn: whether flash-attn is installed.
-    library: whether nanoengine_extras.gpu is, with Triton; by default where Triton is really installed.
+    library: whether nanoengine_extras.gpu is, with Triton; by default where Triton is really
+        installed.
     num_bytes: the size of its memory. All of it is always free.
 
     host_reads: how often the host had to wait for the device, by place and cause.
@@ -1059,7 +1061,7 @@ def flash_attn_module() -> types.ModuleType:
     return module
 
 
-# --------------------------------------------------------------------- kernels of nanoengine_extras.gpu
+# -------------------------------------------------------------- kernels of nanoengine_extras.gpu
 
 
 def find_without_library(name: str) -> Any:
@@ -1153,7 +1155,8 @@ def library_functions() -> dict[tuple[str, str], Any]:
 
     in_modules = dict(rms_norm=rms_norm, swiglu=swiglu, store_heads=store_heads)
     of_engine = dict(paged_attention=attend, truncate=truncate, draw=draw)
-    return ({("nanoengine_extras.gpu.modules", name): function for name, function in in_modules.items()}
+    modules = "nanoengine_extras.gpu.modules"
+    return ({(modules, name): function for name, function in in_modules.items()}
             | {("nanoengine_extras.gpu", name): function for name, function in of_engine.items()})
 
 

@@ -58,7 +58,8 @@ ALL_CASES = {
     "running.guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
     "models.hub": "LLM('some/model', **options)",
     "tools.lm_eval": "extension('tools.lm_eval')",
-    "sampling.logits_processors": "assert run(llm, logits_processors=[lambda i, s: s]).token_ids == tokens",
+    "sampling.logits_processors": "found = run(llm, logits_processors=[lambda i, s: s])\n"
+                                  "assert found.token_ids == tokens",
     "sampling.logprobs": "assert len(run(llm, logprobs=2, prompt_logprobs=0).logprobs) == 4",
     "running.metrics": "assert llm.metrics()['num_steps'] > 0",
     "running.offload": "LLM(model, cpu_offload_gb=1, **options)",
@@ -66,8 +67,10 @@ ALL_CASES = {
                   "assert with_option.engine.runner.model.stack; with_option.close()",
     "tools.openai_format": "from nanoengine_extras.tools.openai_format import Body; "
                      "Body('/v1/completions', '1').read({'prompt': 'a'}, texts)",
-    "running.policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options).close()",
-    "tools.prometheus": "assert 'nanoengine:' in extension('tools.prometheus').as_text(llm.metrics(), 'm')",
+    "running.policies": "LLM(model, kv_allocation='reserve', scheduling='static', **options)"
+                        ".close()",
+    "tools.prometheus": "text = extension('tools.prometheus').as_text(llm.metrics(), 'm')\n"
+                        "assert 'nanoengine:' in text",
     "models.quantized": "with_option = LLM(model, quantization='int8', **options); "
                  "assert run(with_option).token_ids; with_option.close()",
     "tools.reasoning": "from nanoengine_extras.tools.openai_format import Body\n"
@@ -82,9 +85,11 @@ ALL_CASES = {
     "sampling.speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
                    "assert run(with_option).token_ids == tokens; with_option.close()",
     "running.strict": "SamplingParams(temperatur=1)",
-    "sampling.structured_outputs": "assert run(texts, 'a', structured_outputs={'regex': '[0-9]+'}).text"
+    "sampling.structured_outputs": "assert run(texts, 'a', structured_outputs="
+                          "{'regex': '[0-9]+'}).text"
                           ".isdigit()",
-    "running.swapping": "with_option = LLM(model, preemption_mode='swap', swap_space=0.01, **options); "
+    "running.swapping": "with_option = LLM("
+                "model, preemption_mode='swap', swap_space=0.01, **options); "
                 "assert run(with_option).token_ids == tokens; with_option.close()",
     "running.tensor_parallel": "with_option = LLM(model, tensor_parallel_size=2, **options); "
                        "assert run(with_option).token_ids == tokens; with_option.close()",
@@ -110,12 +115,16 @@ REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
 if importlib.util.find_spec("lm_eval"):
     del REFUSED["tools.lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.openai_format"], "sampling.beam_search": ["sampling.logprobs"],
-         "models.gguf_families": ["models.quantized"], "models.gguf_tokenizers": ["models.quantized"],
-         "models.experts": ["models.transformers_models"], "models.own_layers": ["models.transformers_models"],
+NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.openai_format"],
+         "sampling.beam_search": ["sampling.logprobs"],
+         "models.gguf_families": ["models.quantized"],
+         "models.gguf_tokenizers": ["models.quantized"],
+         "models.experts": ["models.transformers_models"],
+         "models.own_layers": ["models.transformers_models"],
          "tools.prometheus": ["running.metrics"],
          "tools.reasoning": ["tools.chat", "tools.openai_format"],
-         "tools.scores": ["sampling.constraints", "sampling.logprobs"], "tools.serve": ["tools.async_llm", "tools.openai_format", "running.shared_steps"]}
+         "tools.scores": ["sampling.constraints", "sampling.logprobs"],
+         "tools.serve": ["tools.async_llm", "tools.openai_format", "running.shared_steps"]}
 
 # what holds without those that are not asked for by a name
 WITHOUT = {
@@ -310,7 +319,8 @@ def check_imported(imported: dict) -> None:
     for feature, others in imported.items():
         # an unknown keyword can be one of vLLM's; tools give no number of blocks
         known = {"tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
-                 "models.transformers_models": {"models.own_layers", "models.experts"}, "models.own_layers": {"models.experts"},
+                 "models.transformers_models": {"models.own_layers", "models.experts"},
+                 "models.own_layers": {"models.experts"},
                  "models.experts": {"models.own_layers"}}
         # what lacks its package is not imported
         itself = {feature} - ({"tools.lm_eval"} & REFUSED.keys())
@@ -342,6 +352,7 @@ def test_no_extension_is_imported_before_it_is_asked_for(bundled):
             llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
         asked_for = ALWAYS | {"sampling.logprobs", "sampling.constraints"}
         assert extensions() == {f"nanoengine_extras.{name}" for name in asked_for}"""
-    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(ALWAYS | {"running.memory"}))
+    always = ALWAYS | {"running.memory"}
+    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(always))
     done = run_in_fork(script)
     assert done.returncode == 0, done.stderr

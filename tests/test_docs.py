@@ -192,7 +192,8 @@ def test_the_map_has_every_file(name, package):
 
 def test_the_order_of_observers():
     text = " ".join((ROOT / "nanoengine_extras" / "README.md").read_text().split())
-    assert f": {', '.join(name.partition('.')[2] for name in OBSERVERS)}, and then your own." in text
+    names = [name.partition(".")[2] for name in OBSERVERS]
+    assert f": {', '.join(names)}, and then your own." in text
 
 
 # -------------------------------------------------------------------------------- reference

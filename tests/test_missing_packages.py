@@ -16,11 +16,13 @@ from nanoengine import LLM, SamplingParams
 # the feature says what it needs when it is asked for
 PACKAGES = {
     "pydantic": ("nanoengine_extras.running.strict", "SamplingParams(temperatur=1)", "temperatur"),
-    "psutil": ("nanoengine_extras.running.swapping", "LLM(model, preemption_mode='swap', **options)",
+    "psutil": ("nanoengine_extras.running.swapping",
+               "LLM(model, preemption_mode='swap', **options)",
                "preemption_mode='swap' needs nanoengine_extras/running/swapping.py"),
     "numba": ("nanoengine_extras.cpu", "LLM(model, attention_backend='numba', **options)",
               "attention_backend='numba' is not accepted"),
-    "jinja2": ("nanoengine_extras.tools.chat", "llm.chat([])", "needs nanoengine_extras/tools/chat.py"),
+    "jinja2": ("nanoengine_extras.tools.chat", "llm.chat([])",
+               "needs nanoengine_extras/tools/chat.py"),
     "uvicorn": (None, "extension('tools.serve', 'tools.serve')", 'pip install "nanoengine[serve]"'),
     "llguidance": (None, "llm.generate([[5]], SamplingParams(structured_outputs={'regex': 'a'}))",
                    "structured_outputs need llguidance")}
@@ -66,7 +68,8 @@ def test_a_missing_package(tiny, missing):
         module, _, message = PACKAGES[name]
         assert message in messages[name], name
         assert module is None or module in lines, done.stderr
-    assert {*lines} - {"nanoengine_extras.running.strict"} <= {PACKAGES[name][0] for name in missing}
+    named = {PACKAGES[name][0] for name in missing}
+    assert {*lines} - {"nanoengine_extras.running.strict"} <= named
 
 
 def test_a_module_that_is_not_there_is_no_news(tiny):

@@ -34,9 +34,11 @@ from nanoengine_extras.running.metrics import Metrics
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
 POLICIES = {
-    "scheduling": [*policies_of("scheduling"), overtaking(), overtaking("mixed", 2), overtaking("static", 1)],
+    "scheduling": [*policies_of("scheduling"), overtaking(), overtaking("mixed", 2),
+                   overtaking("static", 1)],
     "kv_allocation": ["on-demand", *policies_of("kv_allocation")],
-    "preemption_mode": ["recompute", "swap"], "preemption_victim": list(policies_of("preemption_victim")),
+    "preemption_mode": ["recompute", "swap"],
+    "preemption_victim": list(policies_of("preemption_victim")),
     "scheduling_policy": ["fcfs", "priority"]}
 ORDER_OF_COPIES = ("swap_out", "copy_on_write", "swap_in")
 

@@ -1,5 +1,5 @@
-"""Steps that calls share: any thread can call an `LLM` at any time, and the requests of all calls run
-in the same steps. It fills the slot "driver".
+"""Steps that calls share: any thread can call an `LLM` at any time, and the requests of all calls
+run in the same steps. It fills the slot "driver".
 
 An error in one request ends only the call of that request. An error that breaks a step, such as
 Ctrl-C or running out of memory, ends all requests in the engine and leaves it with all blocks free.

@@ -50,7 +50,8 @@ def test_a_row_whose_processors_leave_nothing_has_no_token(options, found, tempe
 def results(size: int) -> list:
     """What a processor must not return."""
     return [torch.zeros(size), torch.zeros(1, size - 1), torch.zeros(1, 1), torch.zeros(2, size),
-            torch.tensor(0.0), torch.zeros(1, size, device="meta"), torch.zeros(1, size).to_sparse(),
+            torch.tensor(0.0), torch.zeros(1, size, device="meta"),
+            torch.zeros(1, size).to_sparse(),
             torch.zeros(1, size, dtype=torch.int64), torch.ones(1, size, dtype=torch.bool), None,
             [[0.0] * size]]
 
@@ -205,7 +206,10 @@ def test_a_result_of_another_shape_or_kind_ends_its_own_request(tiny_llm):
     prompts = random_prompts([3, 4])
     expected = token_ids(generate(tiny_llm, prompts))
     for result in results(320):
-        for processors in ([lambda *_: result], [lambda *_: result, lambda _, scores: scores]):
+        def wrong(ids, scores, result=result):
+            return result
+
+        for processors in ([wrong], [wrong, lambda _, scores: scores]):
             params = [GREEDY, SamplingParams(logits_processors=processors)]
             good, bad = run(tiny_llm, prompts, params)
             assert good.output().outputs[0].token_ids == expected[0]
