@@ -35,7 +35,8 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     if num_bytes > left:
         raise rejected("swap_space", config.swap_space, f"at most {left / 2**30:.1f} GiB of memory")
     # in a trial before the cache has its size, there is only block 0
-    count = int(num_bytes // blocks[0].nbytes) if len(blocks) > 1 else 0
+    is_used = config.preemption_mode == "swap" and len(blocks) > 1
+    count = int(num_bytes // blocks[0].nbytes) if is_used else 0
     pool = torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype, device="cpu")
     if blocks.device.type == "cuda" and count:
         # a GPU can then copy while the host continues; `pin_memory` would round the size up
@@ -72,8 +73,10 @@ class SwappingBlockManager(BlockManager):
     @classmethod
     def of(cls, config: EngineConfig, runner: Any) -> Any:
         manager = super().of(config, runner)
-        manager.num_host_blocks = len(runner.copier.host_blocks)
-        manager.reset()
+        # `swap_space` alone asks for nothing
+        if config.preemption_mode == "swap":
+            manager.num_host_blocks = len(runner.copier.host_blocks)
+            manager.reset()
         return manager
 
     def reset(self) -> None:

@@ -4,7 +4,7 @@
 import itertools
 
 import pytest
-from test_block_manager import allocate, check, compute, fork, make, run_once
+from test_block_manager import allocate, check, compute, make, run_once
 from test_scheduler import ORDER_OF_COPIES, ShadowCache, make_sequence, run_workload
 
 from nanoengine.block_manager import BlockManager
@@ -62,7 +62,7 @@ def test_what_is_swapped_out_before_its_copy_is_made_is_read_from_where_it_is():
     manager = SwappingBlockManager(2, 4, num_host_blocks=1)
     parent = compute(manager, make([1, 2]))
     child = parent.fork()
-    assert fork(manager, parent, child)
+    assert allocate(manager, child, parent)
     assert manager.preempt(child) == "swap"
     assert manager.take_copies().swap_out == {0: parent.block_table[0]}
 
