@@ -23,9 +23,9 @@ WIDE = 90
 DOCUMENTED: Any = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # the most of each; "features" are all extras but the tools
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1606, "nodes": 12000, "nodes a line": 7.5, "width": 44, "wide": 0.06,
+    "nanoengine": {"lines": 1750, "nodes": 12700, "nodes a line": 7.4, "width": 43, "wide": 0.05,
                    "pairs": 2},
-    "features": {"lines": 10000}, "nanoengine_extras/tools": {"lines": 2700},
+    "features": {"lines": 8500}, "nanoengine_extras/tools": {"lines": 2400},
     "bench.py": {"lines": 200}}
 # libraries, whose files can be longer
 KERNELS = ("cpu", "gpu")

@@ -87,8 +87,8 @@ class RequestMetrics:
 
 COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed_tokens
     generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
-    swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks
-    shared_blocks copy_on_write_blocks""".split()
+    swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks shared_blocks
+    copy_on_write_blocks""".split()
 # the counts of swapping.py and speculation.py; 0 if they are not in use
 OF_OTHERS = "num_requests_swapped num_host_blocks_used guessed_tokens right_guesses".split()
 
@@ -278,17 +278,14 @@ class Metrics(Feature):
         num_swapped = self.counters["swap_out_blocks"] + self.counters["swap_in_blocks"]
         found: dict[str, Any] = {
             **dict.fromkeys(OF_OTHERS, 0), **self.counters, **getattr(manager, "gauges", dict)(),
-            "num_requests_running": len(running),
-            "num_requests_waiting": len(scheduler.waiting),
+            "num_requests_running": len(running), "num_requests_waiting": len(scheduler.waiting),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
-            "num_blocks_free": manager.num_free_blocks,
+            "num_blocks_free": manager.num_free_blocks, "internal_waste": internal_waste,
             "num_blocks_cached": len(manager.free.keys() & manager.hash_of_block),
             "kv_cache_bytes": manager.num_blocks * self.block_bytes,
-            "reserved_waste": sum(unused) - internal_waste,
-            "internal_waste": internal_waste,
+            "reserved_waste": sum(unused) - internal_waste, "attention_backend": self.backend,
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
-            "swapped_bytes": num_swapped * self.block_bytes,
-            "attention_backend": self.backend}
+            "swapped_bytes": num_swapped * self.block_bytes}
         # added up: speculation counts, too
         for name, count in getattr(self.engine, "counts", {}).items():
             found[name] = found.get(name, 0) + count

@@ -100,10 +100,9 @@ class Group:
 
         A tensor that does not fit is read whole, and the loader refuses it.
         """
-        return tensor[tuple(
-            slice(self.rank * own, (self.rank + 1) * own)
-            if size == self.size * own else slice(None)
-            for size, own in zip(tensor.get_shape(), target.shape))]
+        pairs = zip(tensor.get_shape(), target.shape)
+        return tensor[tuple(slice(self.rank * own, (self.rank + 1) * own)
+                            if size == self.size * own else slice(None) for size, own in pairs)]
 
 
 CONDITIONS: list[Condition] = [
@@ -169,8 +168,8 @@ class RankRunner(ModelRunner):
     def follow(self, copies: Copies, numbers: Any, shape: StepShape) -> None:
         """Computes this rank's part of a step that rank 0 launches: everything except sampling."""
         buffer = torch.from_numpy(numbers)
-        buffer = buffer.pin_memory() if self.device == "cuda" else buffer
-        _, hidden = self.forward(copies, buffer, shape)
+        pinned = buffer.pin_memory() if self.device == "cuda" else buffer
+        _, hidden = self.forward(copies, pinned, shape)
         # an empty chunk gets no logits, as on rank 0
         for part in filter(len, hidden.split(self.config.max_num_seqs)):
             self.model.lm_head(part)

@@ -127,8 +127,7 @@ class Server:
             await anext(outputs)
             if body.streams:
                 return Stream(self.events(body, outputs), media_type="text/event-stream")
-            return JSONResponse(
-                body.response([each async for each in outputs], self.flags.model))
+            return JSONResponse(body.response([each async for each in outputs], self.flags.model))
         except asyncio.CancelledError as error:
             return await failed(http, error)
 

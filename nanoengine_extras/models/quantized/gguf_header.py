@@ -4,17 +4,16 @@ The package `gguf` parses it. A file leaves out what llama.cpp has in its code: 
 than the engine's own, the extension gguf_families knows it.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 
 from nanoengine.errors import naming, rejected
 from nanoengine.features import extension
 from nanoengine_extras.models.quantized import gguf_numbers, methods
+from nanoengine_extras.models.quantized.gguf_reader import Reader, ends_of
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # these are dequantized when they are loaded
@@ -32,16 +31,6 @@ NAMES = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
 QKV = "attn_qkv"
-# the tokens that end a text or a turn, by their texts, as in llama.cpp: a file names only one
-ENDS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|endoftext|>",
-        "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-        "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|calls|>",
-        "<|flush|>", "<turn|>", "<|tool_response>", "[e~[")
-# those that are none where one of the others is a token: gpt-oss and Solar Open write several
-# messages in a turn, and "</s>" is a tag of HTML for Gemma
-NO_ENDS = {"<|end|>": ("<|return|>", "<|flush|>"), "</s>": ("<end_of_turn>", "<|tool_response>")}
-
-
 def plain_name(name: str, names: dict[str, str]) -> str:
     """Returns the name that transformers gives a tensor; an unknown one stays as it is.
 
@@ -56,41 +45,6 @@ def plain_name(name: str, names: dict[str, str]) -> str:
 def layer_of(name: str) -> int:
     kind, number = f"{name}.".split(".")[:2]
     return int(number) if kind == "blk" else -1
-
-
-def ends_of(tokens: list[str]) -> list[str]:
-    """Returns the tokens of a vocabulary that end a text or a turn."""
-    known = {*tokens}
-    return [end for end in ENDS if end in known and not known.intersection(NO_ENDS.get(end, ()))]
-
-
-class Reader(gguf.GGUFReader):
-    """Reads a header in a third of the time: slices of a mapped file are slower than those of an
-    array, and a large vocabulary needs a million. Raises ValueError for what lies outside of the
-    file, before any of it is read."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
-
-    def _get(self, offset: int, dtype: Any, count: Any = 1,
-             override_order: Any = None) -> np.ndarray:
-        end = int(offset) + np.dtype(dtype).itemsize * int(count)
-        if not 0 <= offset <= end <= len(self.data):
-            raise ValueError(f"it has {len(self.data)} bytes, and its header needs byte {end}")
-        return super()._get(offset, dtype, count, override_order)
-
-    def check_places(self) -> None:
-        """Raises ValueError for tensors that lie outside of the file, or on each other."""
-        last = self.data_offset
-        for tensor in sorted(self.tensors, key=lambda tensor: int(tensor.field.parts[5][0])):
-            # in Python's integers, which do not overflow
-            first = self.data_offset + int(tensor.field.parts[5][0])
-            block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-            num_bytes = math.prod(tensor.shape.tolist()) * size // block
-            if first < last or first + num_bytes > len(self.data):
-                raise ValueError(f"{tensor.name} must have {num_bytes} bytes of its own in the "
-                                 f"file, which has {len(self.data)}")
-            last = first + num_bytes
 
 
 class Header:
