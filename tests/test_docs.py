@@ -228,8 +228,8 @@ def test_the_reference_says_whose_an_option_is():
     row = r"^\| `(\w+)` \|.*\| (?:\[([\w.]+)\]\(\S+\) )?\|$"
     # a result can have the name of a call
     whose = dict(reversed(re.findall(row, REFERENCE, flags=re.MULTILINE)))
-    expected = {"trace": "metrics.py", "stop": "texts.py", "chat": "chat.py",
-                "stream_chat": "chat.py", "metrics": "metrics.py", "swap_space": "swapping.py",
+    expected = {"trace": "metrics.py", "stop": "texts.py", "chat": "chat",
+                "stream_chat": "chat", "metrics": "metrics.py", "swap_space": "swapping.py",
                 "structured_outputs": "structured_outputs", "generate": "", "top_k": ""}
     assert {name: whose[name] for name in expected} == expected
     for option, feature in write_reference.MORE_VALUES.items():
