@@ -218,8 +218,10 @@ def test_an_old_reference_is_found():
     for old, new in (("| `top_k` | `0` |", "| `top_k` | `1` |"), ("divides the logits", "divides")):
         assert old in REFERENCE
         assert write_reference.written(REFERENCE.replace(old, new)) == REFERENCE
-    rows = [line for line in REFERENCE.splitlines(keepends=True) if not line.startswith("| `")]
-    assert write_reference.written("".join(rows)) == REFERENCE
+    # all rows but those of the last table, which is written by hand
+    tables, heading, by_hand = REFERENCE.rpartition("\n## ")
+    rows = [line for line in tables.splitlines(keepends=True) if not line.startswith("| `")]
+    assert write_reference.written("".join(rows) + heading + by_hand) == REFERENCE
     with pytest.raises(ValueError, match="tables of the reference must be"):
         write_reference.written(REFERENCE.replace("<!-- table: calls -->\n", ""))
 
