@@ -218,8 +218,10 @@ def test_an_old_reference_is_found():
     for old, new in (("| `top_k` | `0` |", "| `top_k` | `1` |"), ("divides the logits", "divides")):
         assert old in REFERENCE
         assert write_reference.written(REFERENCE.replace(old, new)) == REFERENCE
-    rows = [line for line in REFERENCE.splitlines(keepends=True) if not line.startswith("| `")]
-    assert write_reference.written("".join(rows)) == REFERENCE
+    # all rows but those of the last table, which is written by hand
+    tables, heading, by_hand = REFERENCE.rpartition("\n## ")
+    rows = [line for line in tables.splitlines(keepends=True) if not line.startswith("| `")]
+    assert write_reference.written("".join(rows) + heading + by_hand) == REFERENCE
     with pytest.raises(ValueError, match="tables of the reference must be"):
         write_reference.written(REFERENCE.replace("<!-- table: calls -->\n", ""))
 
@@ -228,8 +230,8 @@ def test_the_reference_says_whose_an_option_is():
     row = r"^\| `(\w+)` \|.*\| (?:\[([\w.]+)\]\(\S+\) )?\|$"
     # a result can have the name of a call
     whose = dict(reversed(re.findall(row, REFERENCE, flags=re.MULTILINE)))
-    expected = {"trace": "metrics.py", "stop": "texts.py", "chat": "chat.py",
-                "stream_chat": "chat.py", "metrics": "metrics.py", "swap_space": "swapping.py",
+    expected = {"trace": "metrics.py", "stop": "texts.py", "chat": "chat",
+                "stream_chat": "chat", "metrics": "metrics.py", "swap_space": "swapping.py",
                 "structured_outputs": "structured_outputs", "generate": "", "top_k": ""}
     assert {name: whose[name] for name in expected} == expected
     for option, feature in write_reference.MORE_VALUES.items():
