@@ -112,7 +112,8 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = of("running.memory", 0.9)
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    attention_backend: str = "auto"
+    attention_backend: str = of(
+        "running.backends", "auto", own=("flash-attn", "numba", "gather"))
     kernels: bool = True
     run_ahead: bool = BY_DEVICE
     batch_invariant: bool = of("running.guards", False)

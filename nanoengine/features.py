@@ -15,7 +15,7 @@ that need no option, in two tables of nanoengine_extras/__init__.py.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
@@ -95,11 +95,11 @@ def call_of(name: str, call: str) -> Callable:
 # ------------------------------------------------------------------------------ their options
 
 
-def of(name: str, default: Any = MISSING, own: dict[str, Any] | None = None) -> Any:
+def of(name: str, default: Any = MISSING, own: Collection[str] | None = None) -> Any:
     """A dataclass field that belongs to a feature. A value other than the default asks for the
     feature. Without `default`, the default is an empty list.
 
-    own: a table of the engine; its names, and functions, do not ask for the feature.
+    own: names that the engine has itself; they, and functions, do not ask for the feature.
     """
     make: Any = list if default is MISSING else MISSING
     return field(default=default, default_factory=make, metadata={"feature": name, "own": own})

@@ -153,7 +153,8 @@ if "running.strict" not in FILES:
     ALWAYS -= {"running.memory"}  # it asks how much memory is left
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work
-SLOW = ["running.tensor_parallel"]
+# (lm_eval's registry takes a model once in a process)
+SLOW = ["running.tensor_parallel", "tools.lm_eval"]
 
 
 def asked_without(deleted: str, are_all: bool) -> list[str]:

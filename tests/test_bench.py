@@ -114,7 +114,7 @@ def test_lines_of_prompts_end_at_newlines_alone(tmp_path, bundled):
 
 @pytest.mark.needs("running.strict")
 @pytest.mark.parametrize("model, content, message", [
-    ("tiny", b"Once upon a time\n", ", line 1: prompts[0]: tokenizer=None"),
+    ("tiny", b"Once upon a time\n", ", line 1: prompts[0]: there is no tokenizer"),
     ("bundled", None, "prompts.txt: [Errno 2] No such file"),
     ("bundled", b"\xff\xfe\x00", "prompts.txt: 'utf-8' codec can't decode"),
     ("bundled", b"\n \n", "prompts.txt has no prompts"),
