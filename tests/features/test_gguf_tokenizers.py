@@ -103,11 +103,25 @@ def test_an_unknown_way_to_cut_a_text(tmp_path, pre):
     (["<eos>", "<turn|>", "<|tool_response>", "</s>", "x"], 0,
      ["<eos>", "<turn|>", "<|tool_response>"]),
     (["<s>", "</s>", "<|im_end|>", "x"], 2, ["</s>", "<|im_end|>"]),
-    (["[EOS]", "[EOT]", "x"], 0, ["[EOS]", "[EOT]"])])
+    (["[EOS]", "[EOT]", "x"], 0, ["[EOS]", "[EOT]"]),
+    (["<|endoftext|>", "[gMASK]", "<|user|>", "<|observation|>", "<|assistant|>", "x"], 0,
+     ["<|endoftext|>", "<|user|>", "<|observation|>"]),
+    (["<|endoftext|>", "<|assistant|>", "<|placeholder1|>", "<|end|>", "<|user|>", "x"], 0,
+     ["<|endoftext|>", "<|assistant|>", "<|end|>"]),
+    (["<|endoftext|>", "<|fim_prefix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "x"], 0,
+     ["<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"])])
 def test_tokens_that_end_a_text(tmp_path, tokens, eos, ends):
     """By their texts, if the file names only one; a number that is no token is none."""
     header = bytes_gguf(tmp_path / "a.gguf", "qwen2", tokens, eos=eos)
     assert sorted(header.eos()) == sorted(map(tokens.index, ends))
+
+
+def test_a_list_of_tokens_that_end_a_text(tmp_path):
+    header = bytes_gguf(tmp_path / "a.gguf", "qwen2", ["a", "b", "c", "d"], eos=0)
+    entries = {"tokenizer.ggml.eos_token_ids": [1, 99999], "tokenizer.ggml.eot_token_id": 3}
+    find = header.find
+    header.find = lambda name, default=None: entries.get(name, find(name, default))
+    assert header.eos() == [0, 3, 1]
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 5])

@@ -31,6 +31,8 @@ NAMES = {
     "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj"}
 QKV = "attn_qkv"
+
+
 def plain_name(name: str, names: dict[str, str]) -> str:
     """Returns the name that transformers gives a tensor; an unknown one stays as it is.
 
@@ -212,7 +214,9 @@ class Header:
     def eos(self) -> list[int]:
         """Returns the tokens that end a text, a turn or a message."""
         tokens = self.find("tokenizer.ggml.tokens", [])
-        found = [self.find(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+        kinds = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"
+        found = [self.find(f"tokenizer.ggml.{kind}_token_id") for kind in kinds]
+        found += self.find("tokenizer.ggml.eos_token_ids", [])
         found += [tokens.index(end) for end in ends_of(tokens)]
         # some files have a number that is no token, as if there were none
         count = len(tokens) or self.num_tokens

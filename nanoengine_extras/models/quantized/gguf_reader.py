@@ -12,7 +12,15 @@ import numpy as np
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|endoftext|>",
         "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
         "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|calls|>",
-        "<|flush|>", "<turn|>", "<|tool_response>", "[e~[")
+        "<|flush|>", "<turn|>", "<|tool_response>", "[e~[",
+        # after a piece of code: padding, the next repository or file
+        "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>",
+        "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+        # these only as in MORE_ENDS
+        "<|user|>", "<|observation|>", "<|assistant|>")
+# where another one is a token, as in generation_config.json of GLM-4 and Phi-3
+MORE_ENDS = {"<|user|>": "[gMASK]", "<|observation|>": "[gMASK]",
+             "<|assistant|>": "<|placeholder1|>"}
 # those that are none where one of the others is a token: gpt-oss and Solar Open write several
 # messages in a turn, and "</s>" is a tag of HTML for Gemma
 NO_ENDS = {"<|end|>": ("<|return|>", "<|flush|>"), "</s>": ("<end_of_turn>", "<|tool_response>")}
@@ -21,7 +29,8 @@ NO_ENDS = {"<|end|>": ("<|return|>", "<|flush|>"), "</s>": ("<end_of_turn>", "<|
 def ends_of(tokens: list[str]) -> list[str]:
     """Returns the tokens of a vocabulary that end a text or a turn."""
     known = {*tokens}
-    return [end for end in ENDS if end in known and not known.intersection(NO_ENDS.get(end, ()))]
+    return [end for end in ENDS if end in known and MORE_ENDS.get(end, end) in known
+            and not known.intersection(NO_ENDS.get(end, ()))]
 
 
 class Reader(gguf.GGUFReader):
