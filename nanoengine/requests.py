@@ -224,8 +224,10 @@ class InputProcessor:
         if params.truncate_prompt_tokens is not None:
             token_ids = part("truncate", params, None)(token_ids, params, most)
         if not 0 < len(token_ids) < most:
-            raise ValueError(f"{name} has {len(token_ids)} tokens: it must have 1 to {most - 1}, "
-                             f"as max_model_len={most} is the maximum context length")
+            # in vLLM's words, which scripts may look for
+            raise ValueError(f"{name} has {len(token_ids)} tokens: it must have 1 to {most - 1}: a "
+                             "decoder prompt cannot be empty, and "
+                             f"max_model_len={most} is the maximum context length")
         return text, token_ids
 
     def _request_of(self, place: int, prompt: Parsed, params: SamplingParams,

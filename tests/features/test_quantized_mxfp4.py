@@ -229,7 +229,7 @@ def test_the_ends_of_a_turn(tmp_path, drawn):
     path = write_gguf(tmp_path, *drawn)
     header = gguf_header.Header([path])
     tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"]
-    for given, ends in ((tokens, [2, 3]), (tokens[:2], [1])):
+    for given, ends in ((tokens, [4, 2, 3]), (tokens[:2], [1])):
         header.find = {"tokenizer.ggml.tokens": given}.get
         assert header.eos() == ends
 

@@ -114,8 +114,8 @@ def test_what_the_figures_of_a_run_are(tmp_path, steps_as_seconds, comparison):
 
 def test_right_guesses_are_tokens_of_decodes(tmp_path, steps_as_seconds, monkeypatch):
     """All guesses are right: each step of a decode then brings several tokens."""
-    from nanoengine_extras.sampling.speculation import Speculation
-    monkeypatch.setattr(Speculation, "_worthwhile", lambda self, asked, batch: {
+    from nanoengine_extras.sampling.speculation import SpeculatingEngine
+    monkeypatch.setattr(SpeculatingEngine, "_worthwhile", lambda self, asked, batch: {
         seq: found[0] for seq, found in asked.items()})
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("count 17 to 23 = 17 18 19 20 21 22 23 count 17 to 23 =\n")
