@@ -1,7 +1,9 @@
 """Tokenizers of GGUF files: words, tokens that are found in a text, and BOS, as the file says or as
 llama.cpp has them."""
 
+import random
 import struct
+import tracemalloc
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,36 @@ def test_a_header_that_lies_about_sizes(tmp_path, num_tensors, num_entries, cont
     file.write_bytes(head + content + bytes(64))
     with pytest.raises(ValueError, match="not a GGUF file: download it again"):
         gguf_header.Header([file])
+
+
+def test_an_array_takes_little_memory(tmp_path):
+    """It is read as a whole."""
+    file, numbers = tmp_path / "a.gguf", bytes(range(256)) * 2000
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + NAME + struct.pack(
+        "<IIQ", 9, 0, len(numbers)) + numbers + bytes(64))
+    tracemalloc.start()
+    header = gguf_header.Header([file])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 * len(numbers) and header.find("x") == [*numbers]
+
+
+def test_damaged_files_are_refused(tmp_path):
+    """Wherever a bit or a number differs, or the file ends: no error but ValueError."""
+    bytes_gguf(file := tmp_path / "a.gguf", "qwen2", CHATML)
+    whole, draw = file.read_bytes(), random.Random(0)
+    found = set()
+    for _ in range(120):
+        place, content = draw.randrange(len(whole)), bytearray(whole)
+        content[place] ^= 1 << draw.randrange(8)
+        wide = struct.pack("<Q", draw.choice([0, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]))
+        for each in (content, whole[:place], whole[:place] + wide + whole[place + 8:]):
+            file.write_bytes(each)
+            try:
+                found.add(type(gguf_header.Header([file])))
+            except ValueError as error:
+                found.add(type(error))
+    assert found == {ValueError, gguf_header.Header}
 
 
 @pytest.mark.parametrize("count", [-1, 2**31, "many"])

@@ -104,12 +104,12 @@ def of_activations(header: Any) -> dict[str, list | None]:
     found: dict[str, list | None] = {}
     for name, shape in XIELU.items():
         field = header.fields.get(f"xielu.{name}")
-        count = len(field.data) if field else 0
+        count = field.parts[-1].size if field else 0
         header.accept(f"xielu.{name}", f"{count} numbers", [f"{header.num_layers} numbers"])
-        for layer, part in enumerate(field.data):
-            # an array of the header consists of its name, its type, its length and its numbers
-            offset = field.offset + sum(each.nbytes for each in field.parts[:part])
-            found[f"layers.{layer}.mlp.act_fn.{name}"] = ["F32", shape, offset, 4]
+        # after the name and its length, the type, and the type and the length of the array
+        start = field.offset + sum(each.nbytes for each in field.parts[:-1]) + 12
+        for layer in range(count):
+            found[f"layers.{layer}.mlp.act_fn.{name}"] = ["F32", shape, start + 4 * layer, 4]
     return found
 
 

@@ -48,6 +48,18 @@ class Reader(gguf.GGUFReader):
             raise ValueError(f"it has {len(self.data)} bytes, and its header needs byte {end}")
         return super()._get(offset, dtype, count, override_order)
 
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple:
+        """An array of numbers is one part: a part for each takes a hundred times its bytes."""
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+            if kind == gguf.GGUFValueType.ARRAY:
+                raise ValueError("it must have no array of arrays")
+            if kind in self.gguf_scalar_to_np:
+                count = self._get(orig_offs + 4, np.uint64)[0]
+                found = self._get(orig_offs + 12, self.gguf_scalar_to_np[kind], count)
+                return 12 + found.nbytes, [found], [0], [gguf.GGUFValueType.ARRAY, kind]
+        return super()._get_field_parts(orig_offs, raw_type)
+
     def check_places(self) -> None:
         """Raises ValueError for tensors that lie outside of the file, or on each other."""
         last = self.data_offset
