@@ -135,7 +135,7 @@ def test_a_processor_that_returns_nan_at_its_third_token(llm):
     (completion,) = bad.outputs
     assert completion.token_ids == expected.outputs[0].token_ids[:2]
     assert expected.outputs[0].text.startswith(completion.text) and len(completion.text) > 1
-    assert completion.finish_reason == "error" and "processors" in completion.stop_reason
+    assert completion.finish_reason == "error" and "not finite" in completion.stop_reason
 
 
 # ----------------------------------------------------------------- beside other requests

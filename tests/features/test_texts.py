@@ -454,7 +454,8 @@ def test_log_probabilities_get_their_text(byte_tokenizer):
     feature = Logprobs()
     feature.enter([seq], SimpleNamespace(tokenizer=byte_tokenizer))
     seq.kept["logprobs"] = {}
-    request = Request(None, [seq], features=Features(own=[feature]))
+    inputs = SimpleNamespace(features=Features(own=[feature]), text_of=lambda seq: "")
+    request = Request(None, [seq], inputs=inputs)
 
     def output():
         return request.output().outputs[0]
@@ -475,8 +476,9 @@ def test_a_request_is_finished_with_its_last_completion(byte_tokenizer):
     prompt = byte_tokenizer.encode("the prompt")
     seq = Sequence("7", prompt[:], len(prompt), 100, SamplingParams(n=2))
     seqs = [seq, seq.fork(index=1)]
-    request = Request("the prompt", seqs, text_of=lambda seq: byte_tokenizer.decode(
+    inputs = SimpleNamespace(features=Features(), text_of=lambda seq: byte_tokenizer.decode(
         seq.token_ids[len(prompt):]))
+    request = Request("the prompt", seqs, inputs=inputs)
     for each, text in zip(seqs, ("ab", "c")):
         for token_id in byte_tokenizer.encode(text):
             assert not request.is_finished and not request.output().finished
