@@ -17,7 +17,7 @@ from forks import run_in_fork
 
 pytestmark = pytest.mark.needs(
     "sampling.constraints", "sampling.logprobs", "running.metrics", "tools.scores", "tools.serve",
-    "sampling.texts", "sampling.truncation")
+    "sampling.texts")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 is_there = importlib.util.find_spec("lm_eval") is not None
 needs_package = pytest.mark.skipif(not is_there, reason="lm-eval is not installed")
@@ -169,7 +169,7 @@ def test_over_http(evaluate, model, bundled):
 COMMANDS = [
     (["--tasks", "answers"], "exact_match"),
     (["--tasks", "no_such_task"], "no_such_task; `lm-eval ls tasks` lists those for --tasks"),
-    (["--tasks", "answers", "--model_args", "dtype=float32"], "give --model_args pretrained=MODEL"),
+    (["--tasks", "answers", "--model_args", "pretrained="], "give --model_args pretrained=MODEL"),
     (["--tasks", "answers", "--device", "gpu"], "device='gpu' is not accepted: it must be 'auto'"),
     (["--tasks", "far"], "check the network, since the data of a task is downloaded when it is")]
 
