@@ -30,8 +30,8 @@ def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtyp
     its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    empty_cache = kernels(device).empty_cache
-    if empty_cache and backend.is_in_model:
+    # a library is imported only if its attention is used
+    if backend.is_in_model and (empty_cache := kernels(device).empty_cache):
         return empty_cache(config.num_hidden_layers, *shape, dtype)
     return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
 
