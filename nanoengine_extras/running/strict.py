@@ -185,7 +185,7 @@ class Strict(Checks):
                 raise rejected(f"prompts[{place}]", prompts[place], FORMS + chats)
             for token_id in token_ids or ():
                 if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-                    raise ValueError(f"prompts[{place}]: token id {token_id!r:.200} is out of "
+                    raise ValueError(f"prompts[{place}]: token id {shown(token_id)} is out of "
                                      "vocabulary: not an integer")
         for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
             is_list = isinstance(value, (list, tuple))
@@ -193,8 +193,8 @@ class Strict(Checks):
             are_right = [isinstance(each, accepted) and not isinstance(each, bool)
                          for each in (value if is_list else () if value is None else [value])]
             if not all(are_right) or (is_list and len(value) != len(prompts)):
-                shown = f"a list of {len(value)}" if all(are_right) else value
-                raise rejected(name, shown, f"one {of.__name__}, or {len(prompts)} of them")
+                found = f"a list of {len(value)}" if all(are_right) else value
+                raise rejected(name, found, f"one {of.__name__}, or {len(prompts)} of them")
 
     def memory(self, weights: Iterable[Tensor], device: str) -> None:
         """Raises the error before anything is allocated."""
