@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.errors import rejected
-from nanoengine.features import optional, part
+from nanoengine.features import extension, optional, part, shown
 from nanoengine.kernels import kernels
 from nanoengine.step_inputs import StepInputs
 
@@ -144,6 +144,8 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
 
     Raises ValueError for a backend that cannot work here.
     """
+    if name not in ["auto", *BACKENDS]:
+        extension("running.backends", f"attention_backend={shown(name)}")
     table = backends(device)
     # one that is asked for does not import the libraries of the others
     if name not in table or not table[name].works(device, dtype):

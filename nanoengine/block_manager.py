@@ -42,8 +42,6 @@ class BlockManager:
     A block is used (a block table refers to it) or free. A free block is cached if it
     has a hash; otherwise it is blank. Block 0 is never handed out: padded rows of a CUDA graph
     write there. Every operation is O(1) per block.
-
-    num_shared_blocks: how many blocks forks have shared with their parents so far.
     """
 
     def __init__(self, num_blocks: int, block_size: int,
@@ -51,7 +49,6 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_shared_blocks = 0
         self.reset()
 
     def reset(self) -> None:
@@ -121,7 +118,6 @@ class BlockManager:
             # the copy has the K and V of the other tokens
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_hashes = parent.block_hashes[:]
-            self.num_shared_blocks += len(shared)
         return num_shared_tokens
 
     def may_append(self, seq: Sequence) -> None:

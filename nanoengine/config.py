@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoengine.errors import Condition, Options
 from nanoengine.features import of
-from nanoengine.policies import BATCHING, ORDERS, TABLES, VICTIMS, Policy, policy_of
+from nanoengine.policies import TABLES, Policy, find_policy
 
 # an option whose default depends on the device
 BY_DEVICE: Any = None
@@ -112,14 +112,13 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = of("running.memory", 0.9)
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
-    attention_backend: str = of(
-        "running.backends", "auto", own=("flash-attn", "numba", "gather"))
+    attention_backend: str = "auto"
     kernels: bool = True
     run_ahead: bool = BY_DEVICE
     batch_invariant: bool = of("running.guards", False)
-    scheduling: Policy = of("running.policies", BY_DEVICE, own=BATCHING)
-    scheduling_policy: Policy = of("running.policies", "fcfs", own=ORDERS)
-    preemption_victim: Policy = of("running.policies", "youngest", own=VICTIMS)
+    scheduling: Policy = BY_DEVICE
+    scheduling_policy: Policy = "fcfs"
+    preemption_victim: Policy = "youngest"
     kv_allocation: Policy = of("running.policies", "on-demand")
     preemption_mode: str = of("running.swapping", "recompute")
     swap_space: float = of("running.swapping", 4.0)
@@ -134,10 +133,10 @@ class EngineConfig(Options):
         super().__post_init__()
         on_gpu = self.device == "cuda"
         num_seqs = self.max_num_seqs or min(256, self.max_num_batched_tokens or 256)
+        num_tokens = max(8192 if on_gpu else 2048, num_seqs)
         defaults = dict(
-            max_num_seqs=num_seqs, max_num_batched_tokens=max(8192 if on_gpu else 2048, num_seqs),
-            block_size=256 if on_gpu else 32, run_ahead=on_gpu, seed=0,
-            scheduling="mixed" if on_gpu else "prefill-first")
+            max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens, seed=0, run_ahead=on_gpu,
+            block_size=256 if on_gpu else 32, scheduling="mixed" if on_gpu else "prefill-first")
         given = {name: value for name, value in vars(self).items() if value is not None}
         # all other backends use kernels
         if not self.kernels and self.attention_backend == "auto":
@@ -146,4 +145,4 @@ class EngineConfig(Options):
         vars(self).update(defaults | given)
         self.check(CONDITIONS)
         for option in TABLES:
-            policy_of(self, option)
+            find_policy(option, getattr(self, option))

@@ -2,11 +2,11 @@
 accepted.
 
 The engine itself refuses input that would hang it, silently give wrong results, or fail in the
-middle of a step. nanoengine_extras/running/strict.py, if installed, checks more: see `Checks`.
+middle of a step. nanoengine_extras/running/strict.py, if installed, checks more: `also_check`.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,34 +18,16 @@ logger = logging.getLogger("nanoengine")
 Condition = tuple[str, Callable[[Any], bool], str]
 
 
-class Checks:
-    """Additional checks, which do nothing here; a feature can fill the slot "checks"."""
-
-    def names(self, kind: type, arguments: tuple, options: dict) -> None:
-        """Raises ValueError for keywords that a class of options does not have."""
-
-    def values(self, options: Any) -> None:
-        """Checks the types of options, and writes out shorthands."""
-
-    def assigned(self, options: Any, name: str, value: Any) -> Any:
-        """Returns the value for an option that is assigned later, or raises ValueError."""
-        return value
-
-    def call(self, prompts: Any, params: Any, priority: Any, kind: type) -> None:
-        """Checks the form of the arguments of `LLM.generate`. kind: the class of the params."""
-
-    def memory(self, weights: Iterable[Any], device: str) -> None:
-        """Raises ValueError if weights do not fit a device."""
-
-    def message(self, error: Exception) -> str:
-        """Returns the message of an error inside `naming`. It can raise the error instead."""
-        return str(error) or repr(error)
-
-
 @cache
-def checks() -> Checks:
-    """Returns the additional checks."""
-    return part("checks", None, Checks)()
+def checks() -> Any:
+    """Returns what fills the slot "checks": the additional checks of a feature, or None."""
+    return part("checks", None, None)
+
+
+def also_check(name: str, *arguments: Any) -> Any:
+    """Makes one of the additional checks. It returns the last argument, or what replaces it; it
+    raises ValueError if that cannot be used."""
+    return getattr(checks(), name)(*arguments) if checks() else arguments[-1]
 
 
 # --------------------------------------------------------------------------------- the errors
@@ -63,7 +45,8 @@ def naming(what: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {checks().message(error):.2000}") from error
+        message = also_check("message", error, str(error) or repr(error))
+        raise ValueError(f"{what}: {message:.2000}") from error
 
 
 def check(options: object, conditions: list[Condition]) -> None:
@@ -80,16 +63,14 @@ class Options:
     """The base of the dataclasses of options."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
-        # a subclass with an `__init__` of its own can take other arguments
-        if "__init__" not in vars(cls) or "__dataclass_fields__" in vars(cls):
-            checks().names(cls, arguments, options)
+        also_check("names", cls, arguments, options)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        checks().values(self)
+        also_check("values", self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, checks().assigned(self, name, value))
+        super().__setattr__(name, also_check("assigned", self, name, value))
 
     def check(self, conditions: list[Condition]) -> None:
         """Checks these conditions, and the CONDITIONS of the features that the options ask for.

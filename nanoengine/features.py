@@ -15,7 +15,7 @@ that need no option, in two tables of nanoengine_extras/__init__.py.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
@@ -95,14 +95,11 @@ def call_of(name: str, call: str) -> Callable:
 # ------------------------------------------------------------------------------ their options
 
 
-def of(name: str, default: Any = MISSING, own: Collection[str] | None = None) -> Any:
+def of(name: str, default: Any = MISSING) -> Any:
     """A dataclass field that belongs to a feature. A value other than the default asks for the
-    feature. Without `default`, the default is an empty list.
-
-    own: names that the engine has itself; they, and functions, do not ask for the feature.
-    """
+    feature. Without `default`, the default is an empty list."""
     make: Any = list if default is MISSING else MISSING
-    return field(default=default, default_factory=make, metadata={"feature": name, "own": own})
+    return field(default=default, default_factory=make, metadata={"feature": name})
 
 
 def asked_by(options: Any) -> dict[str, str]:
@@ -112,10 +109,7 @@ def asked_by(options: Any) -> dict[str, str]:
         value = getattr(options, each.name)
         # the class has the default, unless it is a list
         if "feature" in each.metadata and value != getattr(type(options), each.name, []):
-            own = each.metadata["own"]
-            # a list, because the user's value may not be hashable
-            if own is None or not (callable(value) or value in [*own]):
-                found[each.metadata["feature"]] = f"{each.name}={shown(value)}"
+            found[each.metadata["feature"]] = f"{each.name}={shown(value)}"
     return found
 
 

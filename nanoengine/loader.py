@@ -10,8 +10,6 @@ difference that `Family` does not cover yet.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import gettempdir
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,9 +18,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import checks, logger, naming, rejected
+from nanoengine.errors import also_check, logger, naming, rejected
 from nanoengine.features import extension, part, shown
-from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table, window_of
+from nanoengine.model import FAMILIES, Decoder, rope_table, window_of
 
 # The kinds of rotary positions, and for those that lengthen the context by a factor, the entry that
 # is multiplied: vLLM's rule (`_get_and_verify_max_len`). For llama3, max_position_embeddings is the
@@ -30,11 +28,12 @@ from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table, window_of
 # other entry is absent: transformers then sets that to the same number.
 ROPES = {"default": "", "llama3": "", "linear": "max_position_embeddings",
          "yarn": "original_max_position_embeddings"}
-# What `Decoder` computes exactly: the values of entries in config.json. If an entry is missing,
-# transformers assumes the first of these values.
+# What `Decoder` computes exactly: the values of entries in config.json, or of lists there. If an
+# entry is missing, transformers assumes the first of these values.
 SUPPORTED: dict[str, list | range] = {
-    "architectures": [[family.architecture] for family in FAMILIES.values()],
+    "architectures": [family.architecture for family in FAMILIES.values()],
     "model_type": [*FAMILIES],
+    "layer_types": ["full_attention", "sliding_attention"],
     "hidden_act": ["silu"],
     "is_causal": [True],
     "transformers_weights": [None],
@@ -50,8 +49,9 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     asked = f"{name}={shown(model)}"
     with naming(asked):
         folder = Path(model).expanduser().absolute()
-        files = [folder, *(weight_files(folder) or folder.glob("*"))]
         is_folder = folder.is_dir()
+        part("check_names", None, lambda folder: None)(folder)
+        files = [folder, *(weight_files(folder) or folder.glob("*"))]
     if any(file.suffix.lower() == ".gguf" for file in files):
         return extension("models.quantized", asked).as_folder(folder, config, name)
     if is_folder:
@@ -87,22 +87,16 @@ def check_supported(config: PretrainedConfig) -> None:
     rope = config.rope_parameters
     for name, supported in SUPPORTED.items():
         value = rope.get(name, getattr(config, name, supported[0]))
-        if value not in supported:
-            raise rejected(f"the model's {name}", value, f"one of {supported}")
+        for each in value if isinstance(value, list) else [value]:
+            if each not in supported:
+                raise rejected(f"the model's {name}", each, f"one of {supported}")
     if config.num_attention_heads % max(1, config.num_key_value_heads):
         raise rejected("the model's num_attention_heads", config.num_attention_heads,
                        f"a multiple of num_key_value_heads={config.num_key_value_heads}")
-    kinds = ["full_attention"]
-    if entry_of(config, "layer_types"):
-        kinds.append("sliding_attention")
-    for kind in vars(config).get("layer_types") or ():
-        if kind not in kinds:
-            raise rejected("the model's layer_types", kind, f"one of {kinds}")
-    for index in range(config.num_hidden_layers):
-        # with a window of 1, transformers contradicts itself: its cache keeps all keys
-        window = window_of(config, index)
-        if window is not None and window < 2:
-            raise rejected("the model's sliding_window", window, "at least 2")
+    # with a window of 1, transformers contradicts itself: its cache keeps all keys
+    windows = {window_of(config, index) for index in range(config.num_hidden_layers)}
+    if windows & {0, 1}:
+        raise rejected("the model's sliding_window", config.sliding_window, "at least 2")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 
@@ -126,10 +120,6 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     if not [*folder.glob("tokenizer*"), *folder.glob("vocab.*")]:
         return None
     with naming(f"{folder}: its tokenizer must have a tokenizer.json that can be read"):
-        # transformers can read one of these files in its place
-        entries = read_json(folder / "tokenizer_config.json")
-        for name in entries.get("fast_tokenizer_files", []):
-            file_in(folder, name)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # some mistakes in its files show only when it encodes text
         tokenizer.backend_tokenizer.decode(tokenizer.encode("a"))
@@ -144,8 +134,7 @@ def load_eos(folder: Path, config: PretrainedConfig,
         eos = read_json(file).get("eos_token_id")
         if eos is None:
             eos = config.eos_token_id
-        ids = {*eos} if isinstance(eos, list) else {eos}
-    reasons = {token_id: token_id for token_id in ids}
+        reasons = {each: each for each in (eos if isinstance(eos, list) else [eos])}
     if tokenizer:
         reasons[tokenizer.eos_token_id] = None
     # some files say -1 for none, and some tokenizers know more tokens than the model
@@ -158,32 +147,12 @@ def read_json(file: Path) -> dict:
     return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
-def file_in(folder: Path, name: Any) -> Path:
-    """Returns the path of a file of a model, which another of its files names.
-
-    Raises ValueError for a name that leads out of the folder, also by a link. Only Hugging Face's
-    cache has such links: from a folder in "snapshots" to files in "blobs", beside it. A temporary
-    folder that was made for a GGUF file names this file.
-    """
-    home = folder.resolve()
-    if home.parent == Path(gettempdir()).resolve() and home.name.startswith("nanoengine-"):
-        return folder / name
-    homes = [home]
-    if home.parent.name == "snapshots":
-        homes.append(home.parent.parent / "blobs")
-    # the system takes no longer name
-    is_name = isinstance(name, str) and len(name.encode()) < 256
-    if not is_name or not {*homes} & {*(folder / name).resolve().parents}:
-        raise rejected("a file's name", name, f"that of a file in {folder}")
-    return folder / name
-
-
 # --------------------------------------------------------------------------------- weights
 
 
 def place_on(model: nn.Module, device: str) -> None:
     """Allocates memory for the weights of a model, or of a part of one."""
-    checks().memory(model.parameters(), device)
+    also_check("memory", model.parameters(), device)
     model.to_empty(device=device)
 
 
@@ -213,8 +182,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not files[0].is_file():
         with naming(index):
-            names = {*read_json(index)["weight_map"].values()}
-            files = sorted(file_in(folder, name) for name in names)
+            files = [folder / name for name in sorted({*read_json(index)["weight_map"].values()})]
     return [file for file in files if file.is_file()]
 
 

@@ -11,7 +11,6 @@ A feature of your own works like those in nanoengine_extras:
 
 import weakref
 from collections.abc import Collection, Iterable
-from difflib import get_close_matches
 from threading import Lock
 from typing import Any
 
@@ -125,5 +124,4 @@ class Features(dict[str, Feature]):
         """Raises ValueError for an option of a request that no feature has."""
         known = [name for feature in self.values() for name in feature.OPTIONS]
         for name in options.keys() - known:
-            near = get_close_matches(name, known, 1) or known
-            raise rejected(f"options[{name!r}]", options[name], f"an option of a feature: {near}")
+            raise rejected(f"options[{name!r}]", options[name], f"an option of a feature: {known}")

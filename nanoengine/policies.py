@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanoengine.errors import rejected
-from nanoengine.features import part
+from nanoengine.features import extension, shown
 from nanoengine.sequence import Batch
 
 
@@ -47,23 +47,20 @@ VICTIMS: Table = {"youngest": lambda running: running[-1]}
 TABLES = {"scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS}
 
 
-def find_policy(option: str, policy: Policy, more: Table | None = None) -> Callable:
-    """Returns the function with this name, or the given function. A policy with state is a class in
-    its table; the result is then a new object of this class.
+def find_policy(option: str, policy: Policy) -> Callable:
+    """Returns the policy that an option of `LLM` names, or the given function. A policy with state
+    is a class in its table; the result is then a new object of this class.
 
-    more: names that are not in the engine's table. Raises ValueError for any other name.
+    Raises ValueError for an unknown name.
     """
     if callable(policy):
         return policy
-    table = TABLES[option] | (more or {})
+    table = TABLES[option]
     # a list, because the user's value may not be hashable
+    if policy not in [*table]:
+        more = extension("running.policies", f"{option}={shown(policy)}")
+        table = table | more.PARTS[option]
     if policy not in [*table]:
         raise rejected(option, policy, f"one of {[*table]}, or a function like these")
     found = table[policy]
     return found() if isinstance(found, type) else found
-
-
-def policy_of(config: Any, option: str) -> Callable:
-    """Returns the policy that an `EngineConfig` has for an option. A feature can have more names in
-    its PARTS."""
-    return find_policy(option, getattr(config, option), part(option, config, {}))

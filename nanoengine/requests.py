@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import checks, logger, naming
+from nanoengine.errors import also_check, logger, naming
 from nanoengine.features import asked_by, part
 from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
 from nanoengine.observers import Features
@@ -138,8 +138,6 @@ class Request:
 
 Prompts = str | dict | list | tuple
 Params = SamplingParams | list[SamplingParams] | None
-# the text of a prompt, if there is one, and its token ids
-Parsed = tuple[str | None, list[int]]
 
 
 def one_for_each(given: object, count: int) -> list:
@@ -191,17 +189,17 @@ class InputProcessor:
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
-        checks().call(prompts, params, priority, SamplingParams)
+        also_check("call", prompts, params, priority, SamplingParams)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
-        count = len(prompts)
-        all_params = one_for_each(self.default_params if params is None else params, count)
-        priorities = one_for_each(priority or 0, count)
-        parsed = [self.parse(f"prompts[{place}]", *each)
-                  for place, each in enumerate(zip(prompts, all_params))]
+        all_params = one_for_each(self.default_params if params is None else params, len(prompts))
+        priorities = one_for_each(priority or 0, len(prompts))
+        checked: list[tuple] = []
+        for each, own, rank in zip(prompts, all_params, priorities, strict=True):
+            checked.append((*self.parse(f"prompts[{len(checked)}]", each, own), own, rank))
+            self.check_vocabulary("stop_token_ids", own.stop_token_ids)
         # a call refused before this line uses no request ids
-        checked = [*zip(range(count), parsed, all_params, priorities, strict=True)]
-        return [self._request_of(*each) for each in checked]
+        return [self._request_of(place, *each) for place, each in enumerate(checked)]
 
     def check_vocabulary(self, name: str, token_ids: list | dict | tuple) -> None:
         """Raises ValueError for a token id outside the vocabulary."""
@@ -209,11 +207,13 @@ class InputProcessor:
         if unknown := [each for each in token_ids if not 0 <= each <= last]:
             raise ValueError(f"{name}: token id {unknown[0]!r} is out of vocabulary, 0 to {last}")
 
-    def parse(self, name: str, prompt: Prompts, params: SamplingParams) -> Parsed:
-        """Returns the text and the token ids of a prompt in any form, truncated if asked."""
+    def parse(self, name: str, prompt: Prompts,
+              params: SamplingParams) -> tuple[str | None, list[int]]:
+        """Returns the text of a prompt, if there is one, and its token ids, truncated if asked."""
         if not isinstance(prompt, dict):
             prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-        text, token_ids = map(prompt.get, ("prompt", "prompt_token_ids"))
+        text = prompt.get("prompt")
+        token_ids = prompt.get("prompt_token_ids")
         with naming(name):
             if token_ids is None:
                 token_ids = self.get_tokenizer().encode(text, verbose=False)
@@ -230,11 +230,9 @@ class InputProcessor:
                              f"max_model_len={most} is the maximum context length")
         return text, token_ids
 
-    def _request_of(self, place: int, prompt: Parsed, params: SamplingParams,
-                    priority: int) -> Request:
+    def _request_of(self, place: int, text: str | None, token_ids: list[int],
+                    params: SamplingParams, priority: int) -> Request:
         """Returns a request with the sequence of its first completion, and forks for the others."""
-        text, token_ids = prompt
-        self.check_vocabulary("stop_token_ids", params.stop_token_ids)
         # later changes by the user have no effect here
         params = params.clone()
         self.features.load(asked_by(params))

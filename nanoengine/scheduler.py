@@ -26,7 +26,7 @@ from collections import deque
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.errors import naming
-from nanoengine.policies import policy_of
+from nanoengine.policies import find_policy
 from nanoengine.sequence import Batch, Row, Sequence
 
 
@@ -42,9 +42,9 @@ class Scheduler:
     def __init__(self, manager: BlockManager, config: EngineConfig) -> None:
         self.block_manager = manager
         self.config = config
-        self.fill = policy_of(config, "scheduling")
-        self.order = policy_of(config, "scheduling_policy")
-        self.victim = policy_of(config, "preemption_victim")
+        self.fill = find_policy("scheduling", config.scheduling)
+        self.order = find_policy("scheduling_policy", config.scheduling_policy)
+        self.victim = find_policy("preemption_victim", config.preemption_victim)
         self.reset()
 
     def reset(self) -> None:

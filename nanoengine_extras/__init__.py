@@ -26,7 +26,8 @@ STANDARD = {
     "default_params": "models.generation_config",
     "free_bytes": "running.memory",
     "backends": "running.backends",
-    "check_folder": "models.explain"}
+    "check_folder": "models.explain",
+    "check_names": "models.explain"}
 # the classes that `from nanoengine import …` finds in a file
 EXPORTS = dict.fromkeys(
     ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "sampling.beam_search")

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from safetensors import safe_open
@@ -16,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
 from nanoengine.errors import logger, naming, rejected
-from nanoengine.loader import weight_files
+from nanoengine.loader import read_json, weight_files
 from nanoengine.model import FAMILIES
 
 # the classes of transformers that the engine's own model replaces
@@ -172,6 +173,31 @@ def check_file(name: str, path: Path) -> None:
         raise ValueError(f"{name}={str(path)!r} is a file: it must be the folder {path.parent}")
 
 
+def check_names(folder: Path) -> None:
+    """Raises ValueError if one of a model's files names a file outside its folder, also by a link.
+
+    Only Hugging Face's cache has such links: from a folder in "snapshots" to files in "blobs",
+    beside it. A temporary folder that was made for a GGUF file names this file.
+    """
+    home = folder.resolve()
+    if home.parent == Path(gettempdir()).resolve() and home.name.startswith("nanoengine-"):
+        return
+    homes = {home}
+    if home.parent.name == "snapshots":
+        homes.add(home.parent.parent / "blobs")
+    named: dict[str, Callable] = {
+        "tokenizer_config.json": lambda entries: entries.get("fast_tokenizer_files", [])}
+    if not (folder / "model.safetensors").is_file():
+        named["model.safetensors.index.json"] = lambda entries: entries["weight_map"].values()
+    for file in [folder / name for name in named if (folder / name).is_file()]:
+        with naming(file):
+            for name in named[file.name](read_json(file)):
+                # the system takes no longer name
+                is_name = isinstance(name, str) and len(name.encode()) < 256
+                if not is_name or not homes & {*(folder / name).resolve().parents}:
+                    raise rejected("a file's name", name, f"that of a file in {folder}")
+
+
 def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
     """Raises ValueError for a folder without a model that can be run.
 
@@ -242,4 +268,4 @@ def refusal(folder: Path, names: list[str], rows: Iterable[Row]) -> ValueError:
     return ValueError(f"model={str(folder)!r} {text}")
 
 
-PARTS = {"check_folder": check_folder}
+PARTS = {"check_folder": check_folder, "check_names": check_names}

@@ -67,7 +67,7 @@ def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Callable[[A
     base: the other policy, a name or a function. Raises ValueError for anything else.
     """
     with naming("overtaking(base=…)"):
-        choose = find_policy("scheduling", base, MORE_BATCHING)
+        choose = find_policy("scheduling", base)
     if type(max_waiting) is not int or max_waiting < 0:
         raise rejected("max_waiting", max_waiting, "an integer, at least 0")
     return Overtaking(choose, base, max_waiting)

@@ -22,7 +22,7 @@ from pydantic import (
     AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model)
 from torch import Tensor
 
-from nanoengine.errors import Checks, Condition, check, rejected
+from nanoengine.errors import Condition, check, rejected
 from nanoengine.features import extension, is_installed, shown
 from nanoengine.observers import Feature
 from nanoengine.policies import TABLES
@@ -137,10 +137,14 @@ def rules_of(kind: Any) -> type[BaseModel]:
 # --------------------------------------------------------------------------------- the checks
 
 
-class Strict(Checks):
-    """The methods are described in nanoengine/errors.py."""
+class Strict:
+    """The checks that the engine also makes if this file is installed."""
 
     def names(self, kind: Any, arguments: tuple, options: dict) -> None:
+        """Raises ValueError for keywords that a class of options does not have."""
+        # a subclass with an `__init__` of its own can take other arguments
+        if "__init__" in vars(kind) and "__dataclass_fields__" not in vars(kind):
+            return
         for name in options.keys() - names_of(kind):
             raise unknown(name, kind)
         needed = [each.name for each in fields(kind)
@@ -151,6 +155,7 @@ class Strict(Checks):
             raise ValueError("; ".join(f"{name} is missing" for name in missing))
 
     def values(self, options: Any) -> None:
+        """Checks the types of options, and writes out shorthands."""
         given = {each.name: plain(getattr(options, each.name)) for each in fields(options)}
         try:
             found = rules_of(options.__class__).model_validate(given)
@@ -160,6 +165,7 @@ class Strict(Checks):
         check(options, CONDITIONS.get(type(options).__name__, []))
 
     def assigned(self, options: Any, name: str, value: Any) -> Any:
+        """Returns the value for an option that is assigned later, or raises ValueError."""
         known = names_of(options.__class__)
         # during __init__ some fields are missing
         if vars(options).keys() >= known:
@@ -170,6 +176,7 @@ class Strict(Checks):
         return value
 
     def call(self, prompts: Any, params: Any, priority: Any, kind: type) -> None:
+        """Checks the form of the arguments of `LLM.generate`. kind: the class of the params."""
         if not isinstance(prompts, (str, dict, list, tuple)):
             raise rejected("prompts", prompts, FORMS)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
@@ -197,7 +204,7 @@ class Strict(Checks):
                 raise rejected(name, found, f"one {of.__name__}, or {len(prompts)} of them")
 
     def memory(self, weights: Iterable[Tensor], device: str) -> None:
-        """Raises the error before anything is allocated."""
+        """Raises ValueError if weights do not fit a device, before anything is allocated."""
         num_bytes = sum(each.nbytes for each in weights)
         most = psutil.virtual_memory().total
         if device == "cuda":
@@ -209,12 +216,12 @@ class Strict(Checks):
             raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", "smaller: device "
                            f"{device!r} has {most / 2**30:.2f} GiB of memory")
 
-    def message(self, error: Exception) -> str:
-        """With advice if memory ran out. Raises the error itself if it comes from a signal handler,
-        since it then has nothing to do with the user's input."""
+    def message(self, error: Exception, message: str) -> str:
+        """Returns the message of an error inside `naming`, with advice if memory ran out. Raises
+        the error itself if it comes from a signal handler, since it then has nothing to do with
+        the user's input."""
         if is_from_signal(error):
             raise error
-        message = super().message(error)
         # the message of tokenizers for a text that UTF-8 cannot encode
         if message.startswith("TextEncodeInput"):
             return "the text has half of a surrogate pair, not a whole character: leave it out"
@@ -261,4 +268,4 @@ def is_from_signal(error: BaseException | None) -> bool:
     return False
 
 
-PARTS = {"checks": Strict}
+PARTS = {"checks": Strict()}

@@ -21,7 +21,7 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
-from nanoengine.errors import checks, naming, rejected
+from nanoengine.errors import also_check, naming, rejected
 from nanoengine.features import is_installed
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, RequestOutput
@@ -58,7 +58,7 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
     Raises ValueError for bad input. A continuation has to add a token to its prompt, and a text can
     have max_model_len tokens.
     """
-    checks().call(prompts, None, None, SamplingParams)
+    also_check("call", prompts, None, None, SamplingParams)
     is_one = isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral)
     if is_one:
         prompts, continuations = [prompts], [continuations]

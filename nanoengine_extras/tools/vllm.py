@@ -12,7 +12,7 @@ from typing import Any
 
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput  # noqa: F401
-from nanoengine.errors import checks, rejected
+from nanoengine.errors import also_check, rejected
 
 # types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = PromptType = StructuredOutputsParams = dict
@@ -36,7 +36,7 @@ class SamplingParams(nanoengine.SamplingParams):
 
     def __init__(self, *, max_tokens: int | None = 16, structured_outputs: Any = None,
                  **options: Any) -> None:
-        checks().names(nanoengine.SamplingParams, (), options)
+        also_check("names", nanoengine.SamplingParams, (), options)
         super().__init__(max_tokens=max_tokens, structured_outputs=plain(structured_outputs),
                          **given(options))
 

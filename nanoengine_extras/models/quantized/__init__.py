@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import Condition, checks, logger, naming, rejected
+from nanoengine.errors import Condition, also_check, logger, naming, rejected
 from nanoengine.loader import checkpoint_tensors, weight_files
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
@@ -214,7 +214,7 @@ def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:
 def check_memory(num_bytes: int) -> None:
     """Raises ValueError if packed weights, of at least this many bytes, do not fit into memory."""
     weights = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-    checks().memory([weights], "cpu")
+    also_check("memory", [weights], "cpu")
 
 
 def log_costs(stored: int, count: int, dtype: torch.dtype) -> None:

@@ -31,7 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nanoengine.attention import gather_attention
-from nanoengine.errors import checks, logger, rejected
+from nanoengine.errors import also_check, logger, rejected
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extras.models.transformers_models.calls import Mask, NotComputed
 from nanoengine_extras.models.transformers_models.check import check_model
@@ -210,7 +210,7 @@ def load_causal(runner: Any, folder: Path, read: Callable[..., Any], is_packed: 
     if not is_packed:
         with torch.device("meta"):
             sizes = kind._from_config(copy.deepcopy(config), **options)
-        checks().memory(sizes.parameters(), runner.device)
+        also_check("memory", sizes.parameters(), runner.device)
     if runner.config.load_format == "dummy":
         torch.default_generator.manual_seed(0)
         causal = kind._from_config(config, **options)
