@@ -24,6 +24,20 @@ def read_system(name: str) -> str:
     return ""
 
 
+def count_threads() -> int:
+    """Returns how many threads this process has besides Python's. Only Linux can tell."""
+    count = re.search(r"(?m)^Threads:\s*(\d+)", read_system("self/status"))
+    return int(count[1]) - threading.active_count() if count else 0
+
+
+# numba loads this part of scipy where it is installed. It starts threads of its own, which in this
+# process say nothing about OpenMP's
+num_others = {os.getpid(): -count_threads()}
+with suppress(ImportError):
+    import scipy.linalg.cython_blas  # type: ignore  # noqa: F401
+num_others[os.getpid()] += count_threads()
+
+
 def has_bfloat16() -> bool:
     """Whether the CPU has instructions for bfloat16. Linux says so; LLVM does not, for ARM."""
     return bool(re.search(r"\b(avx512_|amx_)?bf16\b", read_system("cpuinfo")))
@@ -97,8 +111,8 @@ def can_compute(process: int) -> bool:
     If it did so before the fork, OpenMP silently waits forever for threads that are missing here.
     So a fork of this fork tries it, and an alarm ends it after 5 seconds.
     """
-    # there are more threads than Python's, so it has already computed in this process
-    if len(os.listdir("/proc/self/task")) > threading.active_count():
+    # there are threads of OpenMP, so it has already computed in this process
+    if count_threads() > num_others.get(process, 0):
         return True
     if (trial := os.fork()) == 0:
         try:
