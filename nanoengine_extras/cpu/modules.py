@@ -12,8 +12,8 @@ from torch.nn.modules import module as torch_modules
 
 from nanoengine_extras.cpu import attention, products
 from nanoengine_extras.cpu.compiling import Program, bits_of_number, run_call, warn_once
-from nanoengine_extras.cpu.known import has_code_of
 from nanoengine_extras.cpu.memory import limit_threads
+from nanoengine_extras.known import has_code_of
 
 # Counts assignments to any module: of parameters, modules and caches. `weights` does not count
 # modules that are put into a list, as some models do in each step.

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoengine_extras.gpu.known import has_code_of
 from nanoengine_extras.gpu.norms import rms_norm, store_heads, swiglu
+from nanoengine_extras.known import has_code_of
 
 
 def optimize(model: nn.Module, has_attention: bool = False) -> bool:

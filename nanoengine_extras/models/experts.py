@@ -9,7 +9,8 @@ nanoengine_extras.cpu compute them, and quantized ones stay packed.
     experts         each is a gated MLP of its rows, or has the activation of the module
     tokens again    the rows of a token, times its weights, are summed
 
-A module is recognised by what it computes: small random matrices must give the same results.
+A module is recognised by what it computes (transformers_models/trial.py): small random matrices
+must give the same results.
 """
 
 import copy
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 
 from nanoengine_extras.cpu.compiling import run_call, run_together
 from nanoengine_extras.cpu.modules import changes
-from nanoengine_extras.models.transformers_models.modules import GatedMLP, are_close
+from nanoengine_extras.models.transformers_models.modules import GatedMLP, linear_of
+from nanoengine_extras.models.transformers_models.trial import is_same, random_rows
 
 NAMES = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -156,20 +158,10 @@ def build(module: Any, linears: Any = None, kind: Any = None) -> Experts:
     return Experts(map(kind, linears[:count], linears[count:]))
 
 
-def linear_of(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, False)
-    return linear
-
-
 def matrices_of(module: Any, name: str) -> Tensor:
     """Returns the matrices of all experts, (experts, outputs, inputs)."""
     found = module._parameters[name]
-    return found.mT if is_transposed(module) else found
-
-
-def is_transposed(module: Any) -> bool:
-    return getattr(module, "is_transposed", False)
+    return found.mT if getattr(module, "is_transposed", False) else found
 
 
 # ---------------------------------------------------------------------------- recognition
@@ -182,15 +174,7 @@ def are_known(module: Any) -> bool:
     down_proj: (experts, hidden_size, intermediate_size)
     both can be transposed, and have biases: (experts, outputs)
     """
-    if {*module._parameters} not in ({*NAMES}, {*NAMES, *BIASES}):
-        return False
-    first, last = ([*module._parameters[name].shape] for name in NAMES)
-    if len(first) != 3 or len(last) != 3 or module._modules.keys() - {"act_fn"}:
-        return False
-    if is_transposed(module):
-        first[1:], last[1:] = first[:0:-1], last[:0:-1]
-    has_sizes = first[1:] == [2 * last[2], last[1]] and hasattr(module, "num_experts")
-    return has_sizes and kind_of(module) is not None
+    return kind_of(module) is not None
 
 
 def are_gated(module: Any) -> bool:
@@ -200,34 +184,25 @@ def are_gated(module: Any) -> bool:
 
 def kind_of(module: Any) -> Any:
     """Returns the function that makes an expert of its two linears: a gated MLP, or one with the
-    activation of the module. Returns None if neither computes what the module computes."""
+    activation of the module. Returns None if neither computes what the module computes: with two
+    small experts, for small and large rows."""
+    names = [*module._parameters]
+    if {*names} not in ({*NAMES}, {*NAMES, *BIASES}) or module._modules.keys() - {"act_fn"}:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    trial = copy.copy(module)
+    sizes = dict(zip((*NAMES, *BIASES), ((2, 32, 8), (2, 8, 16), (2, 32), (2, 8))))
+    trial._parameters = {
+        name: torch.randn(sizes[name], generator=generator, dtype=torch.float32) for name in names}
+    trial._parameters |= {name: matrices_of(trial, name) for name in NAMES}
+    trial.num_experts = 2
+    given = (random_rows(5, 8, 30), torch.tensor([[0, 1], [1, 0]] * 3)[:5],
+             torch.rand(5, 2, generator=generator, dtype=torch.float32))
     kinds: list[Callable] = [GatedMLP]
     if hasattr(module, "_apply_gate"):
         # without matrices, which it would keep in memory
         bare = copy.copy(module)
         bare._parameters = {}
         kinds.append(partial(Expert, act=bare._apply_gate))
-    return next((kind for kind in kinds if is_same(module, kind)), None)
-
-
-def is_same(module: Any, kind: Callable) -> bool:
-    """Whether a module, given two small experts, computes what experts of a kind compute with them,
-    for small and large rows."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32)
-
-    trial = copy.copy(module)
-    sizes = dict(zip((*NAMES, *BIASES), ((2, 32, 8), (2, 8, 16), (2, 32), (2, 8))))
-    trial._parameters = {name: random(*sizes[name]) for name in module._parameters}
-    if is_transposed(module):
-        trial._parameters |= {name: trial._parameters[name].mT for name in NAMES}
-    trial.num_experts = 2
-    x = random(5, 8) * torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], dtype=torch.float32)[:, None]
-    given = x, torch.tensor([[0, 1], [1, 0]] * 3)[:5], random(5, 2).abs()
-    try:
-        return are_close(trial(*given), build(trial, kind=kind)(*given), torch.float32)
-    except Exception:
-        # it needs other sizes, or other arguments
-        return False
+    return next((kind for kind in kinds if is_same(
+        trial, build(trial, kind=kind), lambda each, _: [each(*given)])), None)

@@ -18,7 +18,8 @@ README = (FOLDER / "README.md").read_text()
 def alone(script: str, folder: Path) -> str:
     """The script of a process in which the library alone can be imported."""
     (folder / "nanoengine_extras").mkdir()
-    (folder / "nanoengine_extras" / "cpu").symlink_to(FOLDER)
+    for path in (FOLDER, FOLDER.parent / "known.py"):
+        (folder / "nanoengine_extras" / path.name).symlink_to(path)
     return f"import sys; sys.path[:0] = [{str(folder)!r}]\n{script}"
 
 

@@ -71,7 +71,7 @@ class Model(nn.Module):
 
     causal: transformers' model, with its head.
     calls: one for each call of the attention function in a step
-    stack: the engine's own decoder in place of all layers, or None: see own_layers/
+    stack: the engine's own decoder in place of all layers, or None: see own_layers.py
     waits: the lines of code in which a decode step waits for the GPU
     paged_attention: see `Kernels`
 
@@ -105,10 +105,12 @@ class Model(nn.Module):
         vars(self).update(layers=getattr(layers, "decoder", layers), head=head)
 
     def bind(self, rope: Tensor, caches: Tensor, backend: Callable[..., Tensor] | None) -> None:
-        """Gives the calls their memory. The model has its own angles."""
+        """Gives the calls their memory. rope: not used; the model has its own angles"""
         other = None if backend is gather_attention else self.paged_attention
         for call, cache in zip(self.calls, caches):
             call.bind(cache, backend, other)
+        if self.stack:
+            self.stack.bind(rope, caches, backend)
 
     def compute(self, token_ids: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """Returns the hidden states of all tokens. attend: replaces the attention function."""

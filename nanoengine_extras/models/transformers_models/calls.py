@@ -71,7 +71,7 @@ class Call(Attention):
     norms. All calls share the shape of the cache: heads are repeated, and padded with zeros.
 
     soft_cap, sinks: see `Recorded`. Only the kernels of our libraries compute them.
-    is_own: whether it has the linears and norms of its module: see own_layers/
+    is_own: whether it has the linears and norms of its module: see own_layers.py
     """
 
     is_own = property(lambda self: type(self.qkv_proj) is not nn.Identity)

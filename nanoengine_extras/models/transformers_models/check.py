@@ -30,9 +30,10 @@ from nanoengine.step_inputs import StepInputs
 from nanoengine_extras.models.transformers_models.calls import (
     Call, Mask, NotComputed, OtherCall, Recorded, eager_of)
 from nanoengine_extras.models.transformers_models.modules import (
-    InFloat32, Inputs, Others, exchange, fast_modules, given_inputs, layers_of, optimize_modules)
+    Inputs, Others, exchange, fast_modules, given_inputs, layers_of, optimize_modules)
+from nanoengine_extras.models.transformers_models.trial import InFloat32
 from nanoengine_extras.models.transformers_models.watching import (
-    LikeLast, Watch, choose, noted_kinds, noted_waits, only)
+    LikeLast, Watch, choose, noted_waits, only)
 
 # options of a call that change nothing: it is still causal attention in a window
 PLAIN = {"dropout", "sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions",
@@ -103,10 +104,10 @@ def is_computed(call: Recorded, module: Any, options: dict[str, Any],
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * call.scale
     if call.soft_cap is not None:
         scores = (scores / call.soft_cap).tanh() * call.soft_cap
+    total = scores.logsumexp(3, keepdim=True)
     if call.sinks is not None:
-        sinks = call.sinks[:, None, None].expand_as(scores[0, ..., :1])
-        scores = torch.cat((scores, sinks[None]), dim=3)
-    weights = scores.softmax(3)[..., :key.shape[2]]
+        total = total.logaddexp(call.sinks[:, None, None])
+    weights = (scores - total).exp()
     expected = weights @ value.repeat_interleave(query.shape[1] // value.shape[1], 1)
     with InFloat32():
         out, _ = eager_of(module)(
@@ -144,10 +145,11 @@ def check_model(runner: Any, model: Any, causal: Any) -> None:
     ids = torch.randint(described.vocab_size, (2, 11), generator=generator).to(runner.device)
     causal.set_attn_implementation("nanoengine")
     longest = described.max_position_embeddings
-    with given_inputs(model.layers) as inputs, noted_kinds(model.layers) as (kinds, log):
+    log: list[Any] = []
+    with given_inputs(model.layers, log) as inputs:
         calls = record(model, ids.flatten()[:NUM_RECORDED], longest, log)
     has_experts = any(each[0] in CHOOSING for each in log)
-    few = choose(layers_of(model.layers, inputs), kinds, [call.owner() for call in calls])
+    few = choose(layers_of(model.layers, inputs), inputs, [call.owner() for call in calls])
     causal.set_attn_implementation("eager")
     with only(model, *few), InFloat32():
         wanted = causal(input_ids=ids, use_cache=False).logits
@@ -241,7 +243,7 @@ def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
     chosen = backends(runner.device)[backend]
     caches = make_caches(
         runner.model_config, num_blocks + 1, size, dtype, runner.device, chosen)
-    model.bind(caches, caches, chosen.attend)
+    model.bind(torch.empty(2, length, device=runner.device), caches, chosen.attend)
     seqs = [Sequence("", row, length, length) for row in ids.tolist()]
     for number, seq in enumerate(seqs):
         # the two sequences take blocks in turn, from the last block backwards

@@ -4,36 +4,43 @@
     a gated MLP   down(SiLU(gate(x)) * up(x)): gate and up become one product
     linears       with the same input, such as queries, keys and values: they become one product
 
-They are recognised by what they compute, not by their names: each is compared with its replacement
-on random inputs, in float32 (`InFloat32`) and in the dtype of the model. A part that differs stays
-as it is.
+Norms and MLPs are recognised by what they compute (trial.py). A part that differs stays as it is.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from nanoengine.model import MLP, RMSNorm
+from nanoengine_extras.models.transformers_models.trial import is_same, random_rows
 
 # .attend: computes the attention of the model that this thread runs
 # .step, .angles: the inputs of its step, and the angles that it was given so far
 current = threading.local()
 # the replacements of modules, by the replaced module
 Others = dict[nn.Module, nn.Module]
-# the arguments and options of each call of a module
-Inputs = dict[nn.Module, list[tuple[tuple, dict[str, Any]]]]
-HALVES = (torch.half, torch.bfloat16)
-# functions that look at a tensor, or at a part of it: `each.dtype` is a `__get__`
-VIEWING = {"__get__", "__getitem__", "transpose", "unbind", "chunk", "split", "view", "t"}
-# results differ if they are more than this many roundings apart
-MOST_ROUNDINGS = 16
+
+
+class Run(NamedTuple):
+    """A call of a module.
+
+    log: the functions that it calls, see `Watch`
+    """
+
+    arguments: tuple
+    options: dict[str, Any]
+    output: Any = None
+    log: Any = ()
+
+
+# the calls of each module; modules are in the order of their first calls
+Inputs = dict[nn.Module, list[Run]]
 
 
 class GatedMLP(MLP):
@@ -78,20 +85,26 @@ def is_linear(module: Any) -> bool:
     return type(module) is nn.Linear or is_quantized(module)
 
 
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Returns a linear with a weight, (outputs, inputs), that is not copied."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, False)
+    return linear
+
+
 def side_by_side(linears: list[Any]) -> Any:
     """Returns one linear with the outputs of all; their weights become views of its weight. Returns
     None if quantized ones cannot be computed by one product."""
-    sizes = [each.out_features for each in linears]
-    fused: Any = None
     if any(map(is_quantized, linears)):
-        if all(map(is_quantized, linears)):
-            fused = linears[0].join(linears)
+        fused = linears[0].join(linears) if all(map(is_quantized, linears)) else None
         if fused is None:
             return None
     else:
-        fused = nn.Linear(linears[0].in_features, sum(sizes), bias=False, device="meta")
-        fused.weight = nn.Parameter(torch.cat([each.weight for each in linears]), False)
-        for each, weight in zip(linears, fused.weight.split(sizes)):
+        fused = linear_of(torch.cat([each.weight for each in linears]))
+        parts = fused.weight.split([each.out_features for each in linears])
+        for each, weight in zip(linears, parts):
             each.weight = nn.Parameter(weight, False)
     given = [each.bias for each in linears if each.bias is not None]
     if given:
@@ -105,14 +118,21 @@ def side_by_side(linears: list[Any]) -> Any:
 
 
 @contextmanager
-def given_inputs(model: nn.Module) -> Iterator[Inputs]:
-    """Notes what each module gets in each call."""
+def given_inputs(model: nn.Module, log: Sequence[Any] = ()) -> Iterator[Inputs]:
+    """Notes what each module gets and returns in each call. log: see `Watch`"""
     inputs: Inputs = defaultdict(list)
 
-    def note(module: nn.Module, arguments: Any, options: Any) -> None:
-        inputs[module].append((arguments, options))
+    def begin(module: nn.Module, arguments: Any, options: Any) -> None:
+        inputs[module].append(Run(arguments, options, log=len(log)))
 
-    handles = [each.register_forward_pre_hook(note, with_kwargs=True) for each in model.modules()]
+    def end(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+        *_, run = inputs[module]
+        inputs[module][-1] = run._replace(output=output, log=log[run.log:])
+
+    handles = []
+    for each in model.modules():
+        handles.append(each.register_forward_pre_hook(begin, with_kwargs=True))
+        handles.append(each.register_forward_hook(end, with_kwargs=True))
     yield inputs
     for handle in handles:
         handle.remove()
@@ -142,23 +162,26 @@ def fast_modules(inputs: Inputs, dtype: torch.dtype, others: Others) -> None:
             others[module] = other
             known.update(module.modules())
     for linears in groups.values():
-        if len(linears) > 1:
+        if len(linears) > 1 and (fused := side_by_side(linears)):
             sizes, kept = [each.out_features for each in linears], dict[Any, Tensor]()
-            if fused := side_by_side(linears):
-                others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
+            others |= {each: Part(fused, sizes, kept, i) for i, each in enumerate(linears)}
 
 
-def only_tensors(calls: list[Any]) -> list[Tensor]:
+def only_tensors(calls: list[Run]) -> list[Tensor]:
     """Returns the inputs of a module's calls, if each is one tensor."""
-    given = [arguments[0] for arguments, options in calls if len(arguments) == 1 and not options]
+    given = [run.arguments[0] for run in calls if len(run.arguments) == 1 and not run.options]
     is_all = len(given) == len(calls) and all(isinstance(each, Tensor) for each in given)
     return given if is_all else []
 
 
-def known_part(module: nn.Module, calls: list[Any], dtype: torch.dtype) -> nn.Module | None:
+def known_part(module: nn.Module, calls: list[Run], dtype: torch.dtype) -> nn.Module | None:
     """Returns a norm or an MLP with the same results, or None. calls: see `given_inputs`"""
-    return next((each for given in only_tensors(calls)[:1] for each in candidates(module)
-                 if is_same(each, module, given, dtype)), None)
+    given = only_tensors(calls)
+    if not given:
+        return None
+    x = random_rows(5, given[0].shape[-1], 30).to(given[0].device)[None]
+    return next((each for each in candidates(module) if is_same(
+        module, each, lambda one, kind: [one(x.to(kind))], dtype)), None)
 
 
 def candidates(module: nn.Module) -> Iterator[nn.Module]:
@@ -187,24 +210,6 @@ def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
         yield norm
 
 
-def is_same(other: nn.Module, module: nn.Module, given: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two modules give the same results for random rows of the given length, up to
-    rounding, in float32 and in a dtype."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 5, given.shape[-1], generator=generator).to(given.device, torch.float32)
-    x *= torch.tensor([1e-3, 0.1, 1.0, 1.0, 30.0], device=x.device)[:, None]
-    with InFloat32():
-        is_close = are_close(module(x), other(x), torch.float32)
-    return is_close and are_close(module(x.to(dtype)), other(x.to(dtype)), dtype)
-
-
-def are_close(one: Tensor, two: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all rows are equal, except for rounding in a dtype."""
-    error = (one.double() - two.double()).norm(dim=-1)
-    most = one.double().norm(dim=-1) * MOST_ROUNDINGS * torch.finfo(dtype).eps
-    return one.shape == two.shape and bool((error < most).all())
-
-
 def exchange(model: nn.Module, others: Others) -> None:
     """Replaces modules of a model."""
     for parent in [*model.modules()]:
@@ -223,22 +228,3 @@ def optimize_modules(causal: nn.Module, runner: Any) -> None:
     if runner.kernels.empty_cache and runner.dtype != torch.half:
         from nanoengine_extras.models.transformers_models.row_norms import RowNorm
         exchange(causal, {each: RowNorm(each) for each in fast if isinstance(each, RMSNorm)})
-
-
-class InFloat32(TorchFunctionMode):
-    """Lets a model compute in float32: each function gets weights that are converted for it."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in VIEWING:
-            result = function(*args, **(kwargs or {}))
-            return torch.float32 if any(result is each for each in HALVES) else result
-        options = widened([*(kwargs or {}).items()])
-        return widened(function(*widened(args), **dict(options)))
-
-
-def widened(value: Any) -> Any:
-    """A value with its halves in float32. `tree_map` would take most of the time of a check."""
-    if type(value) in (tuple, list):
-        return type(value)(map(widened, value))
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value

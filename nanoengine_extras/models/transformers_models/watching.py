@@ -11,7 +11,7 @@ experts, or with keys of another layer is of a different kind.
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,90 +22,71 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from nanoengine_extras.models.transformers_models.modules import Inputs, Run
+
 # functions that count, and functions that only move rows of their first argument
 COUNTING = {"arange", "cumsum"}
 MOVING = {"__getitem__", "__setitem__", "index_select", "gather", "index_add", "index_add_"}
 
 
-class Skipped(nn.Module):
-    """Takes the place of a layer: returns the hidden states as they are."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        vars(self).update(layer=layer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["layer"], name)
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        return (*arguments, *options.values())[0]
+def kind_of(layer: nn.Module, run: Run, last: Any) -> Any:
+    """Returns the kind of a layer, from one call of it. last: the output of the layer before"""
+    x, *others = *run.arguments, *run.options.values()
+    is_same = isinstance(run.output, Tensor) and run.output.shape == getattr(x, "shape", 0)
+    if not is_same or {dict, list} & {*map(type, others)}:
+        # it does more than change hidden states
+        return layer
+    shapes = tuple((name, each.shape) for name, each in layer.named_parameters())
+    return type(layer), shapes, frozenset(run.log), x is last, *map(id, tree_leaves(others))
 
 
-@contextmanager
-def noted_kinds(model: nn.Module) -> Iterator[tuple[dict[nn.Module, Any], list[Any]]]:
-    """Notes the kinds of the layers that run, from a log of what they do."""
-    log: list[Any] = []
-    kinds: dict[nn.Module, Any] = {}
-    begun: dict[nn.Module, int] = {}
-    done: list[Any] = []
-
-    def begin(layer: nn.Module, arguments: Any) -> None:
-        begun[layer] = len(log)
-
-    def end(layer: nn.Module, arguments: tuple, options: dict, output: Any) -> None:
-        x, *others = *arguments, *options.values()
-        # other layers do more than change hidden states
-        is_same = isinstance(output, Tensor) and output.shape == getattr(x, "shape", 0)
-        is_plain = is_same and not {dict, list} & {*map(type, others)}
-        shapes = tuple((name, each.shape) for name, each in layer.named_parameters())
-        # whether anything comes between the layers
-        is_next = any(x is each for each, _ in done)
-        kind = type(layer), shapes, frozenset(log[begun[layer]:]), is_next, *map(
-            id, tree_leaves(others))
-        # kept, so that no other object can get its id
-        done.append((output, others))
-        kinds[layer] = kind if is_plain else layer
-
-    layers = [layer for each in model.modules() if isinstance(each, nn.ModuleList)
-              for layer in each]
-    hooks = [layer.register_forward_pre_hook(begin) for layer in layers]
-    hooks += [layer.register_forward_hook(end, with_kwargs=True) for layer in layers]
-    yield kinds, log
-    for each in hooks:
-        each.remove()
-
-
-def choose(layers: Any, kinds: dict[nn.Module, Any], owners: list[Any]) -> tuple[Any, Any, Any]:
+def choose(layers: Any, inputs: Inputs, owners: list[Any]) -> tuple[Any, Any, Any]:
     """Returns the layers, the numbers of a few layers of each kind, and of their attention calls.
 
-    owners: the modules that call attention
+    inputs: see `given_inputs`; owners: the modules that call attention
     """
     groups: dict[Any, list[int]] = defaultdict(list)
+    last = None
     for i, layer in enumerate(layers):
-        groups[kinds[layer]].append(i)
+        run, = inputs[layer]
+        groups[kind_of(layer, run, last)].append(i)
+        last = run.output
     chosen = {i for each in groups.values() for i in (each[0], each[len(each) // 2], each[-1])}
     left_out = {module for i, layer in enumerate(layers) if i not in chosen
                 for module in layer.modules()}
     return layers, chosen, {i for i, owner in enumerate(owners) if owner not in left_out}
 
 
+def skip(*arguments: Any, **options: Any) -> Any:
+    """Takes the place of a layer's forward: returns the hidden states as they are."""
+    return (*arguments, *options.values())[0]
+
+
+@contextmanager
+def replaced(layers: Any, forward: Callable) -> Iterator[None]:
+    """Gives some modules another forward."""
+    for each in layers:
+        each.forward = forward
+    try:
+        yield
+    finally:
+        for each in layers:
+            del each.forward
+
+
 @contextmanager
 def only(model: Any, layers: Any, chosen: set[int], numbers: set[int]) -> Iterator[None]:
     """Makes a model run only some of its layers: see `choose`."""
-    whole = [*layers]
     calls = model.calls
     stack = model.stack or SimpleNamespace(layers=nn.ModuleList())
     own = stack.layers
     model.calls = nn.ModuleList([call for i, call in enumerate(calls) if i in numbers])
-    for i, layer in enumerate(whole):
-        layers[i] = layer if i in chosen else Skipped(layer)
     stack.layers = nn.ModuleList([layer for i, layer in enumerate(own) if i in chosen])
     try:
-        yield
+        with replaced([layer for i, layer in enumerate(layers) if i not in chosen], skip):
+            yield
     finally:
         model.calls = calls
-        for i, layer in enumerate(whole):
-            layers[i] = layer
         stack.layers = own
 
 

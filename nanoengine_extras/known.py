@@ -1,4 +1,5 @@
-"""Finds the modules that `optimize` can replace: their forward has the code that a docstring shows.
+"""Finds the modules that `optimize` of a library of kernels, cpu/ or gpu/, can replace: their
+forward has the code that a docstring shows.
 
     class Fast(nn.Module):
         \"""A fast MLP. In place of:
