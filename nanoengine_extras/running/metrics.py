@@ -22,7 +22,7 @@ from nanoengine.engine import Engine
 from nanoengine.errors import logger
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
-from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
+from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 
@@ -75,12 +75,6 @@ class RequestMetrics:
     first_token_ts = property(lambda m: m.first_token_time)
     last_token_ts = property(lambda m: m.finished_time)
     first_token_latency = property(lambda m: m.time_to_first_token)
-
-    def so_far(self, outputs: list[CompletionOutput]) -> "RequestMetrics":
-        """Returns a copy, for the output of a request with these completions."""
-        counts = [len(each.token_ids) for each in outputs]
-        return replace(self, num_decoded_tokens=max(0, max(counts) - 1),
-                       num_generation_tokens=sum(counts))
 
 
 COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed_tokens
@@ -158,7 +152,7 @@ class Metrics(Feature):
                 metrics.num_preemptions += 1
             seq.kept["num_lost"] = num_computed
         for seq, num_hits in batch.admitted:
-            seq.kept["has_begun"] = True
+            seq.kept["has_run"] = True
             num_lost = max(0, seq.kept.pop("num_lost", 0) - seq.num_computed_tokens)
             self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                                  recomputed_tokens=num_lost)
@@ -169,9 +163,9 @@ class Metrics(Feature):
                 self.counters["prompt_tokens"] += seq.num_prompt_tokens
         for seq, start in zip(batch.sequences, batch.starts):
             # a sequence that begins without being admitted is a fork
-            if "has_begun" not in seq.kept:
+            if "has_run" not in seq.kept:
                 self.counters["shared_blocks"] += start // manager.block_size
-                seq.kept["has_begun"] = True
+                seq.kept["has_run"] = True
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         now = self.clock()
@@ -195,7 +189,10 @@ class Metrics(Feature):
 
     def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
         if metrics := seqs[0].kept.get("metrics"):
-            output.metrics = metrics.so_far(output.outputs)
+            counts = [len(each.token_ids) for each in output.outputs]
+            # a copy, which does not change
+            output.metrics = replace(metrics, num_decoded_tokens=max(0, max(counts) - 1),
+                                     num_generation_tokens=sum(counts))
             output.num_cached_tokens = metrics.num_cached_tokens
 
     def timestamp(self) -> Any:

@@ -162,7 +162,7 @@ def test_the_work_of_a_step_does_not_grow_with_the_words(bundled):
             seq.kept["constraints"].take_in(seq)
         scores = torch.zeros(3, len(tokenizer))
         counts.append(num_calls(lambda seqs=seqs, scores=scores: apply(scores, seqs, NONE_PENDING)))
-    assert counts[1] < 1.2 * counts[0] < 300
+    assert counts[1] < 1.5 * counts[0] < 300
 
 
 def test_bad_words_of_prompts_and_of_other_vocabularies(tokenizer):
