@@ -6,7 +6,9 @@ worked like the first two before paging and continuous batching.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, index
+from types import SimpleNamespace
 from typing import Any
 
 from nanoengine.block_manager import BlockManager
@@ -78,7 +80,16 @@ class Overtaking:
             raise rejected("max_waiting", self.max_waiting, "an integer, at least 0")
 
     def __call__(self, scheduler: Scheduler) -> Batch:
-        return self.choose(Overtaken(scheduler, self))
+        # the other policy sees a scheduler whose `build` has one more phase
+        return self.choose(SimpleNamespace(running=scheduler.running, waiting=scheduler.waiting,
+                                           build=partial(self.build, scheduler)))
+
+    def build(self, scheduler: Scheduler, candidates: list[Sequence], admit: bool) -> Batch:
+        """`Scheduler.build`, with the rule of this policy between its first two phases."""
+        admit = scheduler.make_room(candidates) and admit
+        if admit and len(scheduler.waiting) > self.max_waiting:
+            self.overtake(scheduler)
+        return scheduler.build([seq for seq in candidates if seq.is_running], admit)
 
     def overtake(self, scheduler: Scheduler) -> None:
         """Preempts the longest sequence with enough blocks for a head that does not fit."""
@@ -96,25 +107,6 @@ class Overtaking:
             scheduler.waiting.popleft()
             scheduler.preempt(victim)
             scheduler.enqueue(head, in_front=True)
-
-
-class Overtaken:
-    """A scheduler as the other policy sees it: `build` has one more phase."""
-
-    def __init__(self, scheduler: Scheduler, policy: Overtaking) -> None:
-        self.scheduler = scheduler
-        self.policy = policy
-
-    running = property(lambda self: self.scheduler.running)
-    waiting = property(lambda self: self.scheduler.waiting)
-
-    def build(self, candidates: list[Sequence], admit: bool) -> Batch:
-        """`Scheduler.build`, with the rule of `overtaking` between its first two phases."""
-        admit = self.scheduler.make_room(candidates) and admit
-        if admit and len(self.waiting) > self.policy.max_waiting:
-            self.policy.overtake(self.scheduler)
-        left = [seq for seq in candidates if seq.is_running]
-        return self.scheduler.build(left, admit)
 
 
 overtaking = Overtaking
