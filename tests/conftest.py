@@ -336,6 +336,12 @@ def make_llm(tiny):
 
 
 @pytest.fixture(scope="module")
+def tiny_llm(make_llm):
+    with make_llm(num_kv_blocks=128, max_num_seqs=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
 def forked_ranks():
     """Ranks are forks of a process that has imported PyTorch. It has to come before engines."""
     tensor_parallel = optional("nanoengine_extras.running.tensor_parallel")

@@ -146,11 +146,9 @@ CASES = {name: case for name, case in ALL_CASES.items()
          if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
 ALWAYS = {*FILES} & {
-    "models.explain", "models.generation_config", "running.guards", "running.memory",
-    "running.metrics", "running.shared_steps", "running.strict", "running.threads",
+    "models.explain", "models.generation_config", "running.guards", "running.metrics",
+    "running.shared_steps", "running.strict", "running.threads",
     "sampling.texts"}
-if "running.strict" not in FILES:
-    ALWAYS -= {"running.memory"}  # it asks how much memory is left
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work
 # (lm_eval's registry takes a model once in a process)

@@ -24,8 +24,9 @@ PACKAGES = {
     "jinja2": ("nanoengine_extras.tools.chat", "llm.chat([])",
                "needs nanoengine_extras/tools/chat.py"),
     "uvicorn": (None, "extension('tools.serve', 'tools.serve')", 'pip install "nanoengine[serve]"'),
-    "llguidance": (None, "llm.generate([[5]], SamplingParams(structured_outputs={'regex': 'a'}))",
-                   "structured_outputs need llguidance")}
+    "llguidance": ("nanoengine_extras.sampling.structured_outputs",
+                   "llm.generate([[5]], SamplingParams(structured_outputs={'regex': 'a'}))",
+                   "needs nanoengine_extras/sampling/structured_outputs.py")}
 
 SCRIPT = """
 import json, sys

@@ -13,19 +13,21 @@ from conftest import generate
 
 from nanoengine import LLM, SamplingParams
 
-PROMPTS = ["47 + 85 =", "Once upon a time", "sort d b e a =", "A cat"]
+PROMPTS = ["47 + 85 =", "Once upon a time", "sort d b e a =", "A cat", "Once"]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12),
     SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=5, max_tokens=12, logprobs=2, n=2),
     SamplingParams(temperature=0.7, min_p=0.05, repetition_penalty=1.1, presence_penalty=0.5,
                    seed=3, max_tokens=12, prompt_logprobs=1),
     SamplingParams(seed=4, max_tokens=12, min_tokens=3, logit_bias={3: 1.0}, bad_words=["the"],
-                   logits_processors=[lambda input_ids, scores: scores / 2])]
+                   logits_processors=[lambda input_ids, scores: scores / 2]),
+    SamplingParams(seed=1, min_tokens=2, structured_outputs={"regex": "[a-z]{3}"})]
 # kernels for a CPU and plain PyTorch, in both precisions; the paths that copy blocks
 ENGINES: list[dict[str, Any]] = [
     dict(dtype="float32"), dict(dtype="bfloat16", run_ahead=True),
     dict(dtype="bfloat16", quantization="int4"),
     dict(dtype="float32", attention_backend="gather"),
+    dict(dtype="float32", speculation="prompt-lookup"),
     dict(dtype="float32", num_kv_blocks=7, block_size=16, max_model_len=64, preemption_mode="swap",
          swap_space=0.01)]
 
@@ -91,7 +93,7 @@ def engine(request, bundled) -> tuple:
 def engines_and_settings() -> list:
     """Each setting with one engine; the other pairs are slow, but for those of new memory and
     copied blocks, and of threads and PyTorch's own products."""
-    fast = {(-1, "deterministic"), (-2, "one thread"), (-2, "three threads")}
+    fast = {(-1, "deterministic"), (-3, "one thread"), (-3, "three threads")}
     found = []
     for number, options in enumerate(ENGINES):
         for place, name in enumerate(SETTINGS):

@@ -2,29 +2,28 @@
 given.
 
 On a CPU it is at most a quarter of the free memory, or of what a container has left
-(`free_memory`). On a GPU it is
-measured, not guessed: the weights are loaded, all CUDA graphs are captured, and the largest step
-runs once. The KV cache gets the rest of `gpu_memory_utilization`.
+(`free_memory`). On a GPU it is measured, not guessed: the weights are loaded, all CUDA graphs are
+captured, and the largest step runs once. The KV cache gets the rest of `gpu_memory_utilization`.
 """
 
-import re
-from contextlib import suppress
-from dataclasses import fields
-from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from nanoengine.engine import Engine
-from nanoengine.features import asked_by, is_installed
+from nanoengine.features import is_installed
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine_extras import OBSERVERS
+from nanoengine_extras.running import free_memory
 
-# with these parameters, a step needs the most memory
-MOST = {"min_p": 0.1, "top_p": 0.9, "presence_penalty": 1.0, "logit_bias": {0: 1.0}, "logprobs": 20}
+# the parameters of features with which a step needs the most memory
+MOST: dict[str, dict[str, Any]] = {
+    "sampling.logprobs": {"logprobs": 20},
+    "sampling.constraints": {"presence_penalty": 1.0, "logit_bias": {0: 1.0}}}
 
 
 def free_bytes(runner: ModelRunner, max_model_len: int) -> int:
@@ -60,11 +59,9 @@ def largest_batch(runner: ModelRunner) -> Batch:
     config, longest = runner.config, runner.max_model_len
     num_seqs = min(config.max_num_seqs, -(-config.max_num_batched_tokens // longest))
     num_tokens = min(config.max_num_batched_tokens // num_seqs, longest)
-    features = {each.name: each.metadata.get("feature") for each in fields(SamplingParams)}
-    params = SamplingParams(**{  # type: ignore[arg-type]
-        name: value for name, value in MOST.items()
-        if not (feature := features[name]) or is_installed(feature)})
-    files = [*asked_by(params)]
+    files = [file for file in MOST if is_installed(file)]
+    options = {name: value for file in files for name, value in MOST[file].items()}
+    params = SamplingParams(min_p=0.1, top_p=0.9, **options)
     runner.features.load(files)
     # a dummy, which uses block 0
     seq = Sequence("", [0] * longest, longest, longest, params)
@@ -80,49 +77,6 @@ class AllWritten(Feature):
 
     def begin(self, engine: Engine) -> None:
         engine.runner.blocks.add_(0)
-
-
-# ------------------------------------------------------------------------------ of a container
-
-# Linux puts each process into control groups (cgroups), one inside the other. Each can have a
-# limit, which is how containers work. If a process takes more, the kernel kills it, without an
-# error. psutil only knows the host. The files are described in the kernel's
-# admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
-
-# files of a cgroup, in versions 2 and 1: its limit, the memory that its processes use, and the part
-# of this that caches files, which the kernel takes back before it kills a process
-FILES = (("memory.max", "memory.current", "inactive_file"),
-         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
-# the cgroups of a process, and where their files are: see proc_pid_cgroup(5), …_mountinfo(5)
-CGROUP = r"^\d+:(?:[^:]*,)?(memory|)(?:,[^:]*)?:(.*)"
-MOUNT = r"^\S+ \S+ \S+ (\S+) (\S+) .* - cgroup(2?) "
-
-
-def free_memory(host: int, root: Path = Path("/")) -> int:
-    """Returns the smallest of the host's free bytes and of what each cgroup has left.
-
-    root: where the file system begins; without Linux's files there, the result is `host`.
-    """
-    groups = dict(find(CGROUP, root / "proc/self/cgroup"))
-    for top, point, version in find(MOUNT, root / "proc/self/mountinfo"):
-        # a container may see only the cgroups below `top`
-        own = groups.get("" if version else "memory", top).removeprefix(top)
-        folder = root / point[1:] / own.strip("/")
-        # with the cgroups around it; the folders further out have no such files
-        for group in (folder, *folder.parents):
-            for limit, usage, cache in FILES:
-                for most in find(r"^\d+", group / limit):
-                    used = find(r"^\d+", group / usage)
-                    unneeded = find(rf"^{cache} (\d+)", group / "memory.stat")
-                    host = min(host, int(most) - sum(map(int, used)) + sum(map(int, unneeded)))
-    return max(0, host)
-
-
-def find(pattern: str, file: Path) -> list:
-    """Returns the matches of a pattern in one of the kernel's files; none if it cannot be read."""
-    with suppress(OSError):
-        return re.findall(pattern, file.read_text(errors="ignore"), re.MULTILINE)
-    return []
 
 
 PARTS = {"free_bytes": free_bytes}

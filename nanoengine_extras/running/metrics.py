@@ -19,15 +19,15 @@ import torch
 from tqdm import tqdm
 
 from nanoengine.engine import Engine
+from nanoengine.errors import logger
 from nanoengine.llm import LLM
 from nanoengine.observers import Feature
-from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
+from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 
 # Messages go to stderr, or to the user's own handlers if there are any.
 # logging.getLogger("nanoengine").setLevel("ERROR") silences them.
-logger = logging.getLogger("nanoengine")
 handler = logging.StreamHandler()
 handler.addFilter(lambda record: not (logging.getLogger().handlers or logger.handlers[1:]))
 logger.addHandler(handler)
@@ -44,7 +44,6 @@ class RequestMetrics:
     first_scheduled_time: when its first step began.
     first_token_time: when its first token became known.
     finished_time: when the last token of its longest completion became known.
-    last_run_time: when the last step that computed it began.
     num_decoded_tokens: tokens of the longest completion, without its first.
     num_cached_tokens: tokens of the prompt that the prefix cache had at the first admission.
     num_preemptions: how often one of its completions was preempted.
@@ -60,7 +59,6 @@ class RequestMetrics:
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     finished_time: float = 0.0
-    last_run_time: float = 0.0
     num_decoded_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -78,19 +76,12 @@ class RequestMetrics:
     last_token_ts = property(lambda m: m.finished_time)
     first_token_latency = property(lambda m: m.time_to_first_token)
 
-    def so_far(self, outputs: list[CompletionOutput]) -> "RequestMetrics":
-        """Returns a copy, for the output of a request with these completions."""
-        counts = [len(each.token_ids) for each in outputs]
-        return replace(self, num_decoded_tokens=max(0, max(counts) - 1),
-                       num_generation_tokens=sum(counts))
-
 
 COUNTERS = """num_steps batched_sequences max_blocks_used prompt_tokens computed_tokens
     generation_tokens prefix_cache_queries prefix_cache_hits num_preemptions recompute_preemptions
     swap_preemptions recomputed_tokens swap_out_blocks swap_in_blocks shared_blocks
-    copy_on_write_blocks""".split()
-# the counts of swapping.py and speculation.py; 0 if they are not in use
-OF_OTHERS = "num_requests_swapped num_host_blocks_used guessed_tokens right_guesses".split()
+    copy_on_write_blocks num_requests_swapped num_host_blocks_used guessed_tokens
+    right_guesses""".split()
 
 
 @dataclass
@@ -160,15 +151,8 @@ class Metrics(Feature):
             if metrics := seq.kept.get("metrics"):
                 metrics.num_preemptions += 1
             seq.kept["num_lost"] = num_computed
-        admitted = {seq for seq, _ in batch.admitted}
-        for seq, start in zip(batch.sequences, batch.starts):
-            if metrics := seq.kept.get("metrics"):
-                metrics.last_run_time = started
-            # a sequence that begins without being admitted is a fork
-            if "has_run" not in seq.kept and seq not in admitted:
-                self.counters["shared_blocks"] += start // manager.block_size
-            seq.kept["has_run"] = True
         for seq, num_hits in batch.admitted:
+            seq.kept["has_run"] = True
             num_lost = max(0, seq.kept.pop("num_lost", 0) - seq.num_computed_tokens)
             self.counters.update(prefix_cache_queries=seq.num_tokens, prefix_cache_hits=num_hits,
                                  recomputed_tokens=num_lost)
@@ -177,6 +161,11 @@ class Metrics(Feature):
                 metrics.first_scheduled_time = started
                 metrics.num_cached_tokens = num_hits
                 self.counters["prompt_tokens"] += seq.num_prompt_tokens
+        for seq, start in zip(batch.sequences, batch.starts):
+            # a sequence that begins without being admitted is a fork
+            if "has_run" not in seq.kept:
+                self.counters["shared_blocks"] += start // manager.block_size
+                seq.kept["has_run"] = True
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         now = self.clock()
@@ -187,19 +176,23 @@ class Metrics(Feature):
             if seq.finish_reason == "error":
                 logger.error(seq.stop_reason)
         self.counters["generation_tokens"] += sum(seq.finish_reason != "error" for seq in seqs)
-        records = [record for record in self.records if record.batch is step.batch]
-        for record in records:
-            record.done = step.done
-            record.ended = now
-            record.tokens = step.tokens.tolist()
-            record.metrics = self.gauges()
-        self.trace += records
-        # the other steps were interrupted
-        self.records = [each for each in self.records[-1:] if each not in records]
+        # the records before that of this step are of steps that were interrupted
+        while self.records:
+            record = self.records.pop(0)
+            if record.batch is step.batch:
+                record.done = step.done
+                record.ended = now
+                record.tokens = step.tokens.tolist()
+                record.metrics = self.gauges()
+                self.trace.append(record)
+                break
 
     def output(self, seqs: list[Sequence], output: RequestOutput) -> None:
         if metrics := seqs[0].kept.get("metrics"):
-            output.metrics = metrics.so_far(output.outputs)
+            counts = [len(each.token_ids) for each in output.outputs]
+            # a copy, which does not change
+            output.metrics = replace(metrics, num_decoded_tokens=max(0, max(counts) - 1),
+                                     num_generation_tokens=sum(counts))
             output.num_cached_tokens = metrics.num_cached_tokens
 
     def timestamp(self) -> Any:
@@ -213,8 +206,8 @@ class Metrics(Feature):
     def log_room(self, config: Any, runner: Any) -> None:
         """Logs how many requests the KV cache can hold."""
         most = runner.num_kv_blocks * config.block_size / runner.max_model_len
-        size = as_text(runner.num_kv_blocks * runner.block_bytes)
-        logger.info(f"{config.model}: {size}, {runner.num_kv_blocks} KV blocks of "
+        size = runner.num_kv_blocks * runner.block_bytes / 2**20
+        logger.info(f"{config.model}: {size:,.0f} MiB, {runner.num_kv_blocks} KV blocks of "
                     f"{config.block_size} tokens hold {most:.1f} requests of "
                     f"{runner.max_model_len} tokens at once")
         if config.device == "cpu" and hasattr(runner, "model"):
@@ -276,8 +269,11 @@ class Metrics(Feature):
         unused = [max(0, len(seq.block_table) * size - seq.num_tokens) for seq in running]
         internal_waste = sum(count % size for count in unused)
         num_swapped = self.counters["swap_out_blocks"] + self.counters["swap_in_blocks"]
-        found: dict[str, Any] = {
-            **dict.fromkeys(OF_OTHERS, 0), **self.counters, **getattr(manager, "gauges", dict)(),
+        counters = Counter(self.counters)
+        # speculation counts, too
+        counters.update(getattr(self.engine, "counts", {}))
+        return {
+            **counters, **getattr(manager, "gauges", dict)(),
             "num_requests_running": len(running), "num_requests_waiting": len(scheduler.waiting),
             "num_blocks_used": manager.num_blocks - manager.num_free_blocks,
             "num_blocks_free": manager.num_free_blocks, "internal_waste": internal_waste,
@@ -286,23 +282,11 @@ class Metrics(Feature):
             "reserved_waste": sum(unused) - internal_waste, "attention_backend": self.backend,
             "mean_batch": self.counters["batched_sequences"] / max(1, self.counters["num_steps"]),
             "swapped_bytes": num_swapped * self.block_bytes}
-        # added up: speculation counts, too
-        for name, count in getattr(self.engine, "counts", {}).items():
-            found[name] = found.get(name, 0) + count
-        return found
 
 
-def as_text(num_bytes: float) -> str:
-    """Returns a size in a unit that leaves one to four digits before the point."""
-    unit, size = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
-    return f"{num_bytes / size:.1f} {unit}"
-
-
-def metrics_of(engine: Engine) -> Metrics:
-    """Returns the observer of an engine."""
-    found = engine.features["Metrics"]
-    assert isinstance(found, Metrics)
-    return found
+def metrics_of(engine: Engine) -> Any:
+    """Returns the `Metrics` of an engine."""
+    return engine.features["Metrics"]
 
 
 def metrics(llm: LLM) -> dict[str, Any]:

@@ -12,7 +12,6 @@ graphs capture the copies like everything else. `ModelRunner.load_model` asks fo
 """
 
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.errors import Condition
 from nanoengine.loader import load_model, place_on
 from nanoengine.model import Decoder
-
+from nanoengine_extras.running import pin
 
 # in bytes, as in PyTorch's GPU memory: a weight's address can decide how a product is computed
 ALIGNMENT = 512
@@ -48,23 +47,6 @@ def offloading(config: EngineConfig) -> Callable[..., Decoder]:
         return model
 
     return load
-
-
-def pin(tensor: Tensor) -> Tensor:
-    """Lets a GPU copy from this host memory while the host continues; returns the tensor.
-
-    `Tensor.pin_memory` would round its size up to a power of two.
-    """
-    cuda: Any = torch.cuda.cudart()
-    torch.cuda.check_error(cuda.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    weakref.finalize(tensor, cuda.cudaHostUnregister, tensor.data_ptr())
-    return tensor
-
-
-def replace_parameters(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
-    for each in module.modules():
-        for name, parameter in list(each.named_parameters(recurse=False)):
-            setattr(each, name, nn.Parameter(replacement(parameter), requires_grad=False))
 
 
 def choose_layers(layers: nn.ModuleList, num_bytes: float) -> list[nn.Module]:
@@ -106,8 +88,10 @@ class Offload:
     def move_in(self, layer: nn.Module, buffer: Tensor) -> None:
         """Makes the parameters of a layer views of the buffer, in the order of its weights."""
         parts = iter(buffer.split([len(padded(each)) for each in layer.parameters()]))
-        replace_parameters(
-            layer, lambda parameter: next(parts)[:parameter.numel()].view_as(parameter))
+        for module in layer.modules():
+            for name, parameter in [*module.named_parameters(recurse=False)]:
+                view = next(parts)[:parameter.numel()].view_as(parameter)
+                setattr(module, name, nn.Parameter(view, requires_grad=False))
 
     def turn(self, number: int) -> None:
         """Makes a layer wait for its weights, and starts the copy of the next layer's."""

@@ -5,8 +5,10 @@ worked like the first two before paging and continuous batching.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, index
+from types import SimpleNamespace
 from typing import Any
 
 from nanoengine.block_manager import BlockManager
@@ -55,37 +57,39 @@ class Static:
         return prefills or scheduler.build([*scheduler.running], admit=False)
 
 
-def overtaking(base: Any = "prefill-first", max_waiting: int = 0) -> Callable[[Any], Batch]:
+@dataclass
+class Overtaking:
     """Adds a rule to a policy: in a long queue, the head can take another sequence's place.
 
     With more than `max_waiting` sequences waiting, a head that does not fit takes the place of the
     running sequence with the most tokens, which goes to the front of the queue, right after the
-    head. Each sequence is overtaken at most once, so that this ends.
+    head. Each sequence is overtaken at most once, so that this ends: it is marked, it gave way.
 
         LLM(model, scheduling=overtaking("mixed", max_waiting=8))
 
     base: the other policy, a name or a function. Raises ValueError for anything else.
     """
-    with naming("overtaking(base=…)"):
-        choose = find_policy("scheduling", base)
-    if type(max_waiting) is not int or max_waiting < 0:
-        raise rejected("max_waiting", max_waiting, "an integer, at least 0")
-    return Overtaking(choose, base, max_waiting)
 
+    base: Any = "prefill-first"
+    max_waiting: int = 0
 
-@dataclass
-class Overtaking:
-    """The policy that `overtaking` returns. A sequence that was overtaken is marked: it gave way.
-
-    choose: the other policy.
-    """
-
-    choose: Callable[[Any], Batch] = field(repr=False)
-    base: Any
-    max_waiting: int
+    def __post_init__(self) -> None:
+        with naming("overtaking(base=…)"):
+            self.choose = find_policy("scheduling", self.base)
+        if type(self.max_waiting) is not int or self.max_waiting < 0:
+            raise rejected("max_waiting", self.max_waiting, "an integer, at least 0")
 
     def __call__(self, scheduler: Scheduler) -> Batch:
-        return self.choose(Overtaken(scheduler, self))
+        # the other policy sees a scheduler whose `build` has one more phase
+        return self.choose(SimpleNamespace(running=scheduler.running, waiting=scheduler.waiting,
+                                           build=partial(self.build, scheduler)))
+
+    def build(self, scheduler: Scheduler, candidates: list[Sequence], admit: bool) -> Batch:
+        """`Scheduler.build`, with the rule of this policy between its first two phases."""
+        admit = scheduler.make_room(candidates) and admit
+        if admit and len(scheduler.waiting) > self.max_waiting:
+            self.overtake(scheduler)
+        return scheduler.build([seq for seq in candidates if seq.is_running], admit)
 
     def overtake(self, scheduler: Scheduler) -> None:
         """Preempts the longest sequence with enough blocks for a head that does not fit."""
@@ -105,25 +109,7 @@ class Overtaking:
             scheduler.enqueue(head, in_front=True)
 
 
-class Overtaken:
-    """A scheduler as the other policy sees it: `build` has one more phase."""
-
-    def __init__(self, scheduler: Scheduler, policy: Overtaking) -> None:
-        self.scheduler = scheduler
-        self.policy = policy
-
-    running = property(lambda self: self.scheduler.running)
-    waiting = property(lambda self: self.scheduler.waiting)
-
-    def build(self, candidates: list[Sequence], admit: bool) -> Batch:
-        """`Scheduler.build`, with the rule of `overtaking` between its first two phases."""
-        admit = self.scheduler.make_room(candidates) and admit
-        if admit and len(self.waiting) > self.policy.max_waiting:
-            self.policy.overtake(self.scheduler)
-        left = [seq for seq in candidates if seq.is_running]
-        return self.scheduler.build(left, admit)
-
-
+overtaking = Overtaking
 # blocks for as many tokens: of a sequence now, or the most that this one, or any, can have
 KV_ALLOCATION: dict[str, Callable[[Sequence, int], int]] = {
     "on-demand": lambda seq, max_model_len: 0,

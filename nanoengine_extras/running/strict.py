@@ -8,7 +8,7 @@ is accepted. The engine's own conditions come after it.
 import math
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache
 from numbers import Integral
@@ -22,11 +22,13 @@ from pydantic import (
     AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model)
 from torch import Tensor
 
-from nanoengine.errors import Condition, check, rejected
-from nanoengine.features import extension, is_installed, shown
+from nanoengine.errors import rejected
+from nanoengine.features import shown
 from nanoengine.observers import Feature
 from nanoengine.policies import TABLES
+from nanoengine.requests import one_for_each
 from nanoengine_extras import OBSERVERS
+from nanoengine_extras.running import free_memory
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -49,6 +51,14 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else [*value] if type(value) is tuple else value
 
 
+def of_own_names(features: list[Any]) -> list[Feature]:
+    """Features are kept by the names of their classes, beside those of the engine."""
+    names = {type(each).__name__ for each in features if isinstance(each, Feature)}
+    if len(names - {*OBSERVERS.values()}) < len(features):
+        raise ValueError("it must be a list of Feature objects, each of a different class")
+    return features
+
+
 AS_LIST = BeforeValidator(as_list)
 DISTINCT = AfterValidator(lambda v: [*dict.fromkeys(v)])
 # 0, or between 1e-18 and 1e18 in size: products and sums with a logit then fit into float32
@@ -58,9 +68,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 Amount = Annotated[float, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, BeforeValidator(plain), Field(ge=0)]
 NumLogprobs = Annotated[int, BeforeValidator(lambda v: 1 if v is True else v), Field(ge=-1)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], AS_LIST, DISTINCT]
+Texts = Annotated[list[Name], AS_LIST, DISTINCT]
 
 # by the name of a field, which has one meaning in all classes
 RULES: dict[str, Any] = {
@@ -81,6 +92,9 @@ RULES: dict[str, Any] = {
     # JSON has only texts as keys
     "logit_bias": dict[Annotated[TokenId, Field(strict=False)], Moderate] | None,
     "logits_processors": Annotated[list[Callable], AS_LIST],
+    # an empty path would be the current folder
+    "model": Name,
+    "tokenizer": Name | None,
     "dtype": Literal["auto", "bfloat16", "float16", "half", "float32", "float"],
     "device": Literal["auto", "cpu", "cuda"],
     "load_format": Literal["auto", "safetensors", "hf", "dummy"],
@@ -95,35 +109,12 @@ RULES: dict[str, Any] = {
     "swap_space": Amount,
     "tensor_parallel_size": Count,
     "run_ahead": bool | None,
+    "features": Annotated[list, AfterValidator(of_own_names)],
     # these are checked where policies are found
     **dict.fromkeys((*TABLES, "speculation", "kv_allocation"), Any),
     "beam_width": Count,
     "BeamSearchParams.max_tokens": Count,
     "length_penalty": Annotated[Moderate, Field(ge=-40, le=40)]}
-
-# conditions on several options
-CONDITIONS: dict[str, list[Condition]] = {
-    "EngineConfig": [
-        # an empty path would be the current folder
-        ("model", lambda c: c.model != "", "a folder, a GGUF file or a Hugging Face id"),
-        ("tokenizer", lambda c: c.tokenizer != "", "a folder, a Hugging Face id or None"),
-        ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
-         "True for attention_backend={attention_backend!r}"),
-        ("features", lambda c: are_features(c.features),
-         "a list of Feature objects, each of a different class")]}
-
-
-def are_features(given: list[Any]) -> bool:
-    """Whether these are features, each with a name other than those of the engine."""
-    names = [type(each).__name__ for each in given]
-    is_new = len({*names, *OBSERVERS.values()}) == len(names) + len(OBSERVERS)
-    return is_new and all(isinstance(each, Feature) for each in given)
-
-
-@cache
-def names_of(kind: Any) -> frozenset[str]:
-    return frozenset(each.name for each in fields(kind))
-
 
 @cache
 def rules_of(kind: Any) -> type[BaseModel]:
@@ -145,14 +136,11 @@ class Strict:
         # a subclass with an `__init__` of its own can take other arguments
         if "__init__" in vars(kind) and "__dataclass_fields__" not in vars(kind):
             return
-        for name in options.keys() - names_of(kind):
-            raise unknown(name, kind)
-        needed = [each.name for each in fields(kind)
-                  if each.default is each.default_factory is MISSING]
-        missing = [name for name in needed[len(arguments):] if name not in options]
-        # a copy begins without any
-        if missing and (arguments or options):
-            raise ValueError("; ".join(f"{name} is missing" for name in missing))
+        known = rules_of(kind).model_fields
+        for name in options.keys() - known:
+            near = [f"the nearest is {each}" for each in get_close_matches(name, known, 1)]
+            last = f"leave it out; help({kind.__name__}) lists the known ones"
+            raise ValueError(f"{name} is not known: {[*near, last][0]}")
 
     def values(self, options: Any) -> None:
         """Checks the types of options, and writes out shorthands."""
@@ -160,19 +148,14 @@ class Strict:
         try:
             found = rules_of(options.__class__).model_validate(given)
         except ValidationError as error:
-            raise ValueError("; ".join(explain(each) for each in error.errors())) from None
+            raise ValueError("; ".join(map(explain, error.errors()))) from None
         vars(options).update(vars(found))
-        check(options, CONDITIONS.get(type(options).__name__, []))
 
     def assigned(self, options: Any, name: str, value: Any) -> Any:
         """Returns the value for an option that is assigned later, or raises ValueError."""
-        known = names_of(options.__class__)
         # during __init__ some fields are missing
-        if vars(options).keys() >= known:
-            if name not in known:
-                raise unknown(name, type(options))
-            others = {each: vars(options)[each] for each in known}
-            value = getattr(type(options)(**others | {name: value}), name)
+        if vars(options).keys() >= rules_of(options.__class__).model_fields.keys():
+            value = getattr(replace(options, **{name: value}), name)
         return value
 
     def call(self, prompts: Any, params: Any, priority: Any, kind: type) -> None:
@@ -182,36 +165,22 @@ class Strict:
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         for place, prompt in enumerate(prompts):
-            if not isinstance(prompt, dict):
-                prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
-            token_ids = prompt.get("prompt_token_ids")
-            has_text = token_ids is None and isinstance(prompt.get("prompt"), str)
-            is_known = not {*prompt} - {"prompt", "prompt_token_ids"}
-            if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
-                chats = "; messages are for chat" if "role" in prompt else ""
-                raise rejected(f"prompts[{place}]", prompts[place], FORMS + chats)
-            for token_id in token_ids or ():
-                if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-                    raise ValueError(f"prompts[{place}]: token id {shown(token_id)} is out of "
-                                     "vocabulary: not an integer")
+            check_prompt(f"prompts[{place}]", prompt)
         for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
-            is_list = isinstance(value, (list, tuple))
+            values = one_for_each(value, len(prompts))
             accepted = Integral if of is int else of
-            are_right = [isinstance(each, accepted) and not isinstance(each, bool)
-                         for each in (value if is_list else () if value is None else [value])]
-            if not all(are_right) or (is_list and len(value) != len(prompts)):
-                found = f"a list of {len(value)}" if all(are_right) else value
+            are_right = all(isinstance(each, accepted) and type(each) is not bool
+                            for each in values)
+            if value is not None and not (are_right and len(values) == len(prompts)):
+                found = f"a list of {len(values)}" if are_right else value
                 raise rejected(name, found, f"one {of.__name__}, or {len(prompts)} of them")
 
     def memory(self, weights: Iterable[Tensor], device: str) -> None:
-        """Raises ValueError if weights do not fit a device, before anything is allocated."""
+        """Raises ValueError if weights do not fit a device, before anything is allocated: the
+        kernel would kill the process."""
         num_bytes = sum(each.nbytes for each in weights)
-        most = psutil.virtual_memory().total
-        if device == "cuda":
-            most = torch.cuda.mem_get_info()[1]
-        elif is_installed("running.memory"):
-            # where the kernel would kill the process without an error
-            most = extension("running.memory").free_memory(most)
+        most = (torch.cuda.mem_get_info()[1] if device == "cuda"
+                else free_memory(psutil.virtual_memory().total))
         if num_bytes > most:
             raise rejected("model", f"{num_bytes / 2**30:.2f} GiB of weights", "smaller: device "
                            f"{device!r} has {most / 2**30:.2f} GiB of memory")
@@ -226,10 +195,10 @@ class Strict:
         if message.startswith("TextEncodeInput"):
             return "the text has half of a surrogate pair, not a whole character: leave it out"
         # PyTorch's error on a CPU has no separate class
-        if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
-                or isinstance(error, RuntimeError) and "can't allocate memory" in message):
-            message = (message.removesuffix(".") +
-                       ". Lower max_num_batched_tokens or num_kv_blocks to save memory")
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if is_memory or "can't allocate memory" in message:
+            advice = ". Lower max_num_batched_tokens or num_kv_blocks to save memory"
+            return message.removesuffix(".") + advice
         return message
 
 
@@ -239,11 +208,20 @@ class Strict:
 FORMS = "a string, a list of token ids, {'prompt': …}, {'prompt_token_ids': …}, or a list of these"
 
 
-def unknown(name: str, kind: Any) -> ValueError:
-    """Returns the error for a keyword that a dataclass does not have."""
-    near = [f"the nearest is {each}" for each in get_close_matches(name, names_of(kind), 1)]
-    last = f"leave it out; help({kind.__name__}) lists the known ones"
-    return ValueError(f"{name} is not known: {[*near, last][0]}")
+def check_prompt(name: str, prompt: Any) -> None:
+    """Raises ValueError for a prompt that is neither a text nor token ids, in any form."""
+    given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    given = prompt if isinstance(prompt, dict) else given
+    token_ids = given.get("prompt_token_ids")
+    has_text = token_ids is None and isinstance(given.get("prompt"), str)
+    is_known = given.keys() <= {"prompt", "prompt_token_ids"}
+    if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
+        chats = "; messages are for chat" if "role" in given else ""
+        raise rejected(name, prompt, FORMS + chats)
+    for token_id in token_ids or ():
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise ValueError(
+                f"{name}: token id {shown(token_id)} is out of vocabulary: not an integer")
 
 
 def explain(found: Any) -> str:

@@ -7,7 +7,6 @@ The engine makes a `SwappingBlockManager` instead of a `BlockManager`. `preempt`
 note the copies in `Batch.copies`; the runner has a `SwappingCopier`, which makes them.
 """
 
-import weakref
 from typing import Any
 
 import psutil
@@ -16,9 +15,9 @@ import torch
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.errors import rejected
-from nanoengine.features import extension, is_installed
 from nanoengine.model_runner import BlockCopier
 from nanoengine.sequence import Copies, Sequence
+from nanoengine_extras.running import free_memory, pin
 
 
 def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
@@ -27,10 +26,7 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     Raises ValueError if the pools of all ranks are larger than the host's whole memory, or than
     what its container has left.
     """
-    left = psutil.virtual_memory().total
-    if is_installed("running.memory"):
-        left = extension("running.memory").free_memory(left)
-    left //= config.tensor_parallel_size
+    left = free_memory(psutil.virtual_memory().total) // config.tensor_parallel_size
     num_bytes = config.swap_space * 2**30
     if num_bytes > left:
         raise rejected("swap_space", config.swap_space, f"at most {left / 2**30:.1f} GiB of memory")
@@ -38,12 +34,7 @@ def host_pool(blocks: torch.Tensor, config: EngineConfig) -> torch.Tensor:
     is_used = config.preemption_mode == "swap" and len(blocks) > 1
     count = int(num_bytes // blocks[0].nbytes) if is_used else 0
     pool = torch.empty((count, *blocks.shape[1:]), dtype=blocks.dtype, device="cpu")
-    if blocks.device.type == "cuda" and count:
-        # a GPU can then copy while the host continues; `pin_memory` would round the size up
-        cuda: Any = torch.cuda.cudart()
-        torch.cuda.check_error(cuda.cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
-        weakref.finalize(pool, cuda.cudaHostUnregister, pool.data_ptr())
-    return pool
+    return pin(pool) if blocks.device.type == "cuda" and count else pool
 
 
 class SwappingCopier(BlockCopier):

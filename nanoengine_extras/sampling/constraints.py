@@ -40,6 +40,7 @@ CONDITIONS: list[Condition] = [
 
 # repetition, presence, frequency
 NO_PENALTIES = (1, 0, 0)
+NO_TOKENS = np.array([], np.int64)
 
 
 @dataclass
@@ -76,7 +77,7 @@ class Constraint:
 
     bias_ids: np.ndarray
     biases: np.ndarray
-    ends: np.ndarray = field(default_factory=lambda: np.array([], np.int64))
+    ends: np.ndarray = field(default_factory=lambda: NO_TOKENS)
     until: int = 0
     bad_words: BadWords | None = None
 
@@ -161,8 +162,7 @@ class Constraints(Feature):
 
     def edit(self, scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
         add_biases(scores, seqs)
-        forbid(scores, [(row, token_ids) for row, seq in enumerate(seqs)
-                        for token_ids in constraint_of(seq).next_to(seq)])
+        forbid(scores, seqs)
         penalize(scores, seqs, last_sampled)
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
@@ -270,29 +270,30 @@ def biases_of(params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     return np.array([*found], np.int64), np.array([*found.values()], np.float32)
 
 
+def places_of(arrays: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the rows and the columns of token ids; there is an array of these for each row."""
+    rows = np.arange(len(arrays)).repeat([len(token_ids) for token_ids in arrays])
+    return send(rows, device), send(np.concatenate(arrays), device)
+
+
 def add_biases(scores: Tensor, seqs: list[Sequence]) -> None:
     """Applies the result of `biases_of` in place, and -inf to tokens that are not allowed."""
     found = [constraint_of(seq) for seq in seqs]
-    counts = [len(each.bias_ids) for each in found]
-    if any(counts):
+    biased = [each.bias_ids for each in found]
+    if any(map(len, biased)):
         others = [-math.inf if seq.params.allowed_token_ids else 0.0 for seq in seqs]
         bias = send(others, scores.device).float()[:, None].repeat(1, scores.shape[1])
-        arrays = (np.arange(len(seqs)).repeat(counts),
-                  np.concatenate([each.bias_ids for each in found]),
-                  np.concatenate([each.biases for each in found]))
-        rows, token_ids, added = (send(each, scores.device) for each in arrays)
-        bias[rows, token_ids] = added
+        added = send(np.concatenate([each.biases for each in found]), scores.device)
+        bias[places_of(biased, scores.device)] = added
         scores += bias
 
 
-def forbid(scores: Tensor, found: list[tuple[int, np.ndarray]]) -> None:
-    """Applies -inf in place to some token ids of some rows."""
-    if found:
-        numbers, arrays = zip(*found)
-        owners = np.repeat(numbers, [len(token_ids) for token_ids in arrays])
-        rows, token_ids = send(owners, scores.device), send(np.concatenate(arrays), scores.device)
+def forbid(scores: Tensor, seqs: list[Sequence]) -> None:
+    """Applies -inf in place to the tokens that are forbidden in this step."""
+    found = [np.concatenate([NO_TOKENS, *constraint_of(seq).next_to(seq)]) for seq in seqs]
+    if any(map(len, found)):
         # a Python number would be copied to the GPU, and the host would wait for that
-        scores[rows, token_ids] = scores.new_full((), -math.inf)
+        scores[places_of(found, scores.device)] = scores.new_full((), -math.inf)
 
 
 def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None:
@@ -307,9 +308,8 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
     tokens = [np.append(each.seen, np.array(token_ids, np.int64))
               for each, (token_ids, _) in zip(found, new)]
     amounts = [np.append(each.counts, added) for each, (_, added) in zip(found, new)]
-    owners = np.arange(len(seqs)).repeat([len(each) for each in tokens])
-    arrays = owners, np.concatenate(tokens), np.concatenate(amounts), penalties
-    rows, token_ids, counts, of_rows = (send(each, scores.device) for each in arrays)
+    rows, token_ids = places_of(tokens, scores.device)
+    counts, of_rows = (send(each, scores.device) for each in (np.concatenate(amounts), penalties))
     places = rows, known_ids(token_ids, last_sampled)
     counts = torch.zeros_like(scores).index_put_(places, counts.float(), accumulate=True)[places]
     repetition, presence, frequency = of_rows.float()[rows].T

@@ -38,9 +38,9 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
         try:
             with naming(f"request {seq.request_id}: its logits processor {processor}"):
                 scores = processor(input_ids.clone(), scores.clone())
-                if kind_of(scores) != kind_of(logits):
-                    raise TypeError(f"it returned {described(scores):.200}, and not floats of "
-                                    f"shape {tuple(logits.shape)} on {logits.device}")
+                if described(scores) != described(logits):
+                    raise TypeError(
+                        f"it returned {described(scores):.200}, and not {described(logits)}")
         except ValueError as error:
             seq.error = error
             return torch.full_like(logits, math.nan)
@@ -49,14 +49,9 @@ def run_processors(logits: Tensor, seq: Sequence) -> Tensor:
     return torch.where(logits.amax() < math.inf, scores, math.nan)
 
 
-def kind_of(scores: Any) -> Any:
-    """Returns the properties of a result that a processor must not change."""
-    return isinstance(scores, Tensor) and (
-        scores.shape, scores.is_floating_point(), scores.layout, scores.device)
-
-
 def described(scores: Any) -> str:
-    """Describes in words what a processor has returned, without the values of a tensor."""
+    """Describes what a processor must not change in a result, or what else it has returned."""
     if not isinstance(scores, Tensor):
         return repr(scores)
-    return f"{scores.dtype} of shape {tuple(scores.shape)} on {scores.device} ({scores.layout})"
+    kind = "floats" if scores.is_floating_point() else scores.dtype
+    return f"{kind} of shape {tuple(scores.shape)} on {scores.device} ({scores.layout})"

@@ -47,7 +47,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.errors import Condition, naming
 from nanoengine.model_runner import ModelRunner
-from nanoengine.observers import Feature, Features
+from nanoengine.observers import Features
 from nanoengine.sequence import NO_TOKEN, Batch, Copies, Row, Sequence
 from nanoengine.step_inputs import Launched
 
@@ -135,11 +135,6 @@ def num_more_rows(config: EngineConfig) -> int:
     """Returns how many more rows of logits than `max_num_seqs` a step can have."""
     # several ranks share max_num_seqs tokens
     return MOST_GUESSES if config.tensor_parallel_size == 1 else 0
-
-
-def gives_copies(feature: Feature | None) -> bool:
-    """Whether a feature gives a copy of a sequence what it keeps of the sequence."""
-    return type(feature).fork is not Feature.fork if feature else False
 
 
 class SpeculatingEngine(Engine):
@@ -237,6 +232,7 @@ class SpeculatingEngine(Engine):
         """
         asked: dict[Sequence, Any] = {}
         vocabulary = self.vocabulary
+        sharing = self.features.observers["fork"]
         for _, seq, position in batch.sampled:
             # in slots that the sequence holds, and before its maximum length
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
@@ -245,8 +241,7 @@ class SpeculatingEngine(Engine):
             # no guesses for beams, nor if a feature without `fork` edits the sequence, since it can
             # keep a state, as a user's processors do
             is_beam = seq.needs_tokens and not (grammar or seq.params.bad_words)
-            is_alone = is_beam or not all(
-                map(gives_copies, map(self.features.get, seq.edits)))
+            is_alone = is_beam or not all(self.features.get(name) in sharing for name in seq.edits)
             odds = seq.kept.setdefault("odds", {})
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own
@@ -313,8 +308,7 @@ class SpeculatingEngine(Engine):
         if not seq.edits:
             return seq
         copy = seq.fork(token_ids=seq.token_ids + guess)
-        for feature in self.features.values():
-            feature.fork(seq, copy)
+        self.features.call("fork", seq, copy)
         return copy
 
 

@@ -156,33 +156,23 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 @lru_cache(maxsize=16)
 def stop_finder(stops: tuple[str, ...]) -> Callable[[str, int], tuple[int, str | None]]:
-    """Returns a search function for stop strings; its time does not grow with their number.
+    """Returns a search function for stop strings. Its time grows with the number of their different
+    lengths, not with their own.
 
     The function takes a text, and how much of it was searched before. It returns where a stop
     string ends, and the string. This is the one that ends first; if several end there, the first in
     the list.
     """
-    if not stops:
-        return lambda text, num_seen: (0, None)
-    # the stop strings, by their last letter, then by the one before; "": the places of those that
-    # begin here
-    tree: dict[str, Any] = {}
+    places: dict[str, int] = {}
     for place, stop in enumerate(stops):
-        branch = tree
-        for letter in reversed(stop):
-            branch = branch.setdefault(letter, {})
-        branch.setdefault("", place)
+        places.setdefault(stop, place)
+    lengths = {*map(len, stops)}
 
     def find(text: str, num_seen: int) -> tuple[int, str | None]:
-        for end in range(num_seen + 1, len(text) + 1):
-            branch: Any = tree
-            start = end
-            first = len(stops)
-            while start and (branch := branch.get(text[start - 1])):
-                start -= 1
-                first = min(first, branch.get("", first))
-            if first < len(stops):
-                return end, stops[first]
+        for end in range(num_seen + 1, len(text) + 1) if stops else ():
+            ends = {text[end - length:end] for length in lengths if length <= end}
+            if found := ends & places.keys():
+                return end, min(found, key=places.__getitem__)
         return 0, None
 
     return find

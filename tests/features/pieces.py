@@ -7,6 +7,7 @@ from nanoengine_extras.sampling.texts import texts_of_tokens
 
 # of tokenizers
 KINDS = ["Metaspace", "stripped", "whole"]
+LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
 PIECES = ["▁", "▁▁", "▁cat", "cat", "▁.", ".", "日", "▁日", "\n", "▁<b>", "a▁b"]
 
 
@@ -24,8 +25,7 @@ def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
         tokenizer.normalizer = normalizers.Sequence([
             normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         strip = [decoders.Strip(" ", 1, 0)] if kind == "stripped" else []
-        tokenizer.decoder = decoders.Sequence([
-            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+        tokenizer.decoder = decoders.Sequence([*LLAMA, *strip])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 

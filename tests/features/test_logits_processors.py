@@ -114,15 +114,6 @@ def test_an_infinite_score_forces_a_token(temperature):
         assert sample(torch.randn(1, 20), [seq])[0] == [7]
 
 
-def test_own_processors(llm):
-    def only_seven(input_ids, scores):
-        assert input_ids.shape[0] == scores.shape[0] == 1
-        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([7]), 0.0)
-
-    params = SamplingParams(max_tokens=3, logits_processors=[only_seven])
-    assert token_ids(generate(llm, "a", params)) == [[7, 7, 7]]
-
-
 def test_a_processor_that_returns_nan_at_its_third_token(llm):
     def poison(input_ids, scores):
         return scores * math.nan if input_ids.shape[1] == num_prompt_tokens + 2 else scores
@@ -139,12 +130,6 @@ def test_a_processor_that_returns_nan_at_its_third_token(llm):
 
 
 # ----------------------------------------------------------------- beside other requests
-
-
-@pytest.fixture(scope="module")
-def tiny_llm(make_llm):
-    with make_llm(num_kv_blocks=128, max_num_seqs=8) as llm:
-        yield llm
 
 
 def run(llm, prompts: list, params: list[SamplingParams]) -> list:
@@ -176,7 +161,9 @@ def test_a_processor_that_raises_ends_its_own_request(tiny_llm, error, run_ahead
     failing = fail_with(error)
     params[1] = SamplingParams(seed=0, n=2, logits_processors=[failing])
     params[3] = SamplingParams(logits_processors=[fail_with(KeyError("other"))], seed=1)
-    outputs = [request.output() for request in run(tiny_llm, prompts, params)]
+    requests = run(tiny_llm, prompts, params)
+    outputs = [request.output() for request in requests]
+    assert isinstance(requests[1].error, ValueError) and requests[1].error.__cause__ is error
     for number in (0, 2, 4):
         assert [completion.token_ids for completion in outputs[number].outputs] == [
             completion.token_ids for completion in expected[number]]
@@ -184,38 +171,8 @@ def test_a_processor_that_raises_ends_its_own_request(tiny_llm, error, run_ahead
     for found, wanted in zip(outputs[1].outputs, expected[1]):
         assert found.finish_reason == "error" and found.token_ids == wanted.token_ids[:2]
         assert found.stop_reason.startswith(f"request {request_id}: its logits processor {failing}")
-        assert str(error) in found.stop_reason and type(error).__name__ in found.stop_reason + str(
-            error and repr(error))
-    assert "KeyError('other')" in repr(outputs[3].outputs[0].stop_reason) or (
-        "other" in outputs[3].outputs[0].stop_reason)
-
-
-def test_the_error_of_a_processor_has_its_cause(tiny_llm):
-    use_policies(tiny_llm)
-    for error in (ZeroDivisionError("x"), AssertionError()):
-        params = SamplingParams(logits_processors=[lambda _, scores: scores, fail_with(error)])
-        (request,) = run(tiny_llm, random_prompts([3]), params)
-        assert isinstance(request.seq.error, ValueError)
-        assert request.seq.error.__cause__ is error
-        assert str(request.seq.error) == request.seq.stop_reason
-        assert request.seq.stop_reason.endswith(str(error) or repr(error))
-
-
-def test_a_result_of_another_shape_or_kind_ends_its_own_request(tiny_llm):
-    use_policies(tiny_llm)
-    prompts = random_prompts([3, 4])
-    expected = token_ids(generate(tiny_llm, prompts))
-    for result in results(320):
-        def wrong(ids, scores, result=result):
-            return result
-
-        for processors in ([wrong], [wrong, lambda _, scores: scores]):
-            params = [GREEDY, SamplingParams(logits_processors=processors)]
-            good, bad = run(tiny_llm, prompts, params)
-            assert good.output().outputs[0].token_ids == expected[0]
-            assert bad.seq.finish_reason == "error" and not bad.output().outputs[0].token_ids
-            assert isinstance(bad.seq.error.__cause__, TypeError)
-            assert "and not floats of shape (1, 320)" in bad.seq.stop_reason
+        assert found.stop_reason.endswith(str(error) or repr(error))
+    assert "other" in outputs[3].outputs[0].stop_reason
 
 
 def test_a_processor_that_leaves_no_token_is_no_error_of_its_own(tiny_llm):

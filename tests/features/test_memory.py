@@ -14,8 +14,8 @@ from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature, Features
 from nanoengine_extras import ALWAYS
-from nanoengine_extras.running.memory import AllWritten, free_memory, largest_batch
-from nanoengine_extras.running.metrics import as_text
+from nanoengine_extras.running import free_memory
+from nanoengine_extras.running.memory import AllWritten, largest_batch
 
 
 def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
@@ -231,12 +231,3 @@ def test_weights_and_the_pool_of_swapping_have_to_fit_the_container(tiny, contai
             LLM(tiny, swap_space=0.9, **options).close()
         with pytest.raises(ValueError, match=f"swap_space=1.1 .* at most {most} GiB of memory"):
             LLM(tiny, swap_space=1.1, **options)
-
-
-def test_a_size_is_logged_as_a_plain_number(tiny, caplog):
-    sizes = {0: "0.0 MiB", 2**20: "1.0 MiB", 1020 * 2**20: "1020.0 MiB", 2**30: "1.0 GiB",
-             1500 * 2**20: "1.5 GiB", 2**40: "1024.0 GiB"}
-    assert {size: as_text(size) for size in sizes} == sizes
-    caplog.set_level("INFO", "nanoengine")
-    LLM(tiny, num_kv_blocks=64, **OPTIONS).close()
-    assert any(message.startswith(f"{tiny}: 1.0 MiB, 64 KV blocks") for message in caplog.messages)

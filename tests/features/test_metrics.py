@@ -46,7 +46,7 @@ def test_what_is_logged(make_llm, caplog):
     with caplog.at_level(logging.INFO, logger="nanoengine"):
         with make_llm(num_kv_blocks=8, max_model_len=64) as llm:
             assert caplog.messages[-1].endswith(
-                "8 KV blocks of 16 tokens hold 2.0 requests of 64 tokens at once")
+                ": 0 MiB, 8 KV blocks of 16 tokens hold 2.0 requests of 64 tokens at once")
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             for _ in range(2):
                 generate(llm, random_prompts([30] * 4), params)

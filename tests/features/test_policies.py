@@ -6,12 +6,11 @@ import re
 from collections import Counter
 
 import pytest
-from conftest import ROOT, check_blocks, policies_of
+from conftest import ROOT, check_blocks
 from test_scheduler import ShadowCache, make_engine, make_sequence
 
-from nanoengine.config import EngineConfig
 from nanoengine.policies import BATCHING, prefill_first
-from nanoengine_extras.running.policies import KV_ALLOCATION, MORE_VICTIMS, Static, overtaking
+from nanoengine_extras.running.policies import MORE_VICTIMS, overtaking
 
 
 def run(engine, seqs) -> list:
@@ -148,14 +147,6 @@ def test_the_random_victim_is_the_same_in_every_run():
     found = [MORE_VICTIMS["random"](running[:count]) for count in range(1, 20)]
     assert found == [MORE_VICTIMS["random"](running[:count]) for count in range(1, 20)]
     assert len(set(found)) > 2
-
-
-def test_nothing_else_is_in_the_tables():
-    assert [*policies_of("scheduling")] == ["prefill-first", "mixed", "static"]
-    assert [*KV_ALLOCATION] == ["on-demand", "reserve", "max-length"]
-    victims = policies_of("preemption_victim")
-    assert [*victims] == ["youngest", "longest", "lowest-priority", "least-recently-run", "random"]
-    assert EngineConfig(model="m", scheduling=Static).scheduling is Static
 
 
 def test_the_snippets_of_the_page_about_policies(tmp_path, monkeypatch, capsys):

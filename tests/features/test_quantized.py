@@ -29,7 +29,7 @@ from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors, find_model
 from nanoengine_extras.models import quantized
-from nanoengine_extras.running import memory
+from nanoengine_extras.running import strict as memory
 from nanoengine_extras.cpu import compiling
 from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.cpu.packed import PackedWeight

@@ -44,19 +44,6 @@ def wait_for(condition) -> None:
         time.sleep(0.001)
 
 
-def test_calls_of_several_threads_run_in_the_same_steps(shared_llm):
-    prompts = random_prompts([12] * 3)
-    params = long_params(100)
-    alone = [token_ids(generate(shared_llm, [prompt], params)) for prompt in prompts]
-    before = shared_llm.metrics()["num_steps"]
-    with ThreadPoolExecutor(3) as pool:
-        together = pool.map(lambda each: shared_llm.generate([each], params, False), prompts)
-        assert [token_ids(outputs) for outputs in together] == alone
-    # one after the other they took three times 100
-    assert shared_llm.metrics()["num_steps"] - before < 200
-    check_idle(shared_llm)
-
-
 def test_64_threads_some_of_which_drop_their_streams(shared_llm, eager_threads):
     """A stream sees each token once, none that is still to be sampled, and its end once. Prompts
     that are too long harm no other call."""
@@ -172,18 +159,6 @@ def test_what_breaks_a_step_is_told_to_all_calls(shared_llm, monkeypatch, error)
     assert output.finish_reason == "abort" and min(output.token_ids) >= 0
     check_idle(shared_llm)
     assert token_ids(generate(shared_llm, prompts, long_params(9)))
-
-
-def test_an_error_in_a_step_by_hand(shared_llm, monkeypatch):
-    requests = shared_llm.add(random_prompts([5, 6]), long_params(40))
-    shared_llm.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", lambda engine: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            shared_llm.step()
-    expected = token_ids(generate(shared_llm, [[1, 2]], GREEDY))
-    assert [request.output().outputs[0].finish_reason for request in requests] == ["abort"] * 2
-    assert token_ids(generate(shared_llm, [[1, 2]], GREEDY)) == expected
 
 
 def test_requests_that_are_ended_by_hand(shared_llm):
@@ -436,7 +411,8 @@ def test_ctrl_c_at_any_line(shared_llm, name):
     assert at > 15
 
 
-def test_requests_that_arrive_while_a_broken_step_is_cleaned_up(shared_llm, monkeypatch):
+def test_requests_that_arrive_while_a_broken_step_is_cleaned_up(
+        shared_llm, monkeypatch, eager_threads):
     """Whenever they arrive, each gets its tokens, or its call an error: none waits for ever."""
     prompts = random_prompts([5, 6, 7, 8])
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -456,13 +432,8 @@ def test_requests_that_arrive_while_a_broken_step_is_cleaned_up(shared_llm, monk
             return True
         return token_ids(found) == [expected[number % 4]]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
-            patch.setattr(Engine, "step", sometimes_broken)
-            assert all(pool.map(call, range(120), timeout=120))
-    finally:
-        sys.setswitchinterval(interval)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(Engine, "step", sometimes_broken)
+        assert all(pool.map(call, range(120), timeout=120))
     assert token_ids(generate(shared_llm, prompts, params)) == expected
     check_idle(shared_llm)

@@ -1,6 +1,6 @@
 """`SamplingParams.structured_outputs`: texts that a grammar describes.
 
-`pip install ".[grammar]"` installs the library that it needs, which grammar.py imports.
+`pip install ".[grammar]"` installs the library that it needs, llguidance.
 """
 
 import math
@@ -14,6 +14,8 @@ from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import send
+from nanoengine_extras.sampling.structured_outputs.grammar import (
+    Grammar, LLMatcher, permitted, reason_of, to_lark)
 
 CONDITIONS: list[Condition] = [
     ("structured_outputs", lambda p: p.structured_outputs != {},
@@ -25,9 +27,6 @@ def check(name: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
     name: its name for the user
     """
-    with naming("structured_outputs need llguidance"):
-        from nanoengine_extras.sampling.structured_outputs.grammar import (
-            LLMatcher, reason_of, to_lark)
     (kind, value), = wanted.items()
     with naming(name):
         if error := LLMatcher.validate_grammar(to_lark(kind, value)):
@@ -52,8 +51,6 @@ class Grammars(Feature):
         p = seqs[0].params
         if p.structured_outputs is None:
             return
-        with naming("structured_outputs need llguidance"):
-            from nanoengine_extras.sampling.structured_outputs.grammar import Grammar
         tokenizer = inputs.get_tokenizer()
         ends = [token for token in {*p.stop_token_ids, *inputs.eos_tokens}
                 if token < inputs.vocab_size]
@@ -73,7 +70,6 @@ class Grammars(Feature):
         The masks of all rows cross to the device together. Before `min_tokens`, tokens that end the
         sequence are forbidden, too, unless no other token is left: a complete text may end early.
         """
-        from nanoengine_extras.sampling.structured_outputs.grammar import permitted
         grammars = {row: seq.kept["grammar"] for row, seq in enumerate(seqs)
                     if "grammar" in seq.kept}
         for row, grammar in grammars.items():
