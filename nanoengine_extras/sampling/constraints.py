@@ -309,7 +309,8 @@ def penalize(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor) -> None
               for each, (token_ids, _) in zip(found, new)]
     amounts = [np.append(each.counts, added) for each, (_, added) in zip(found, new)]
     rows, token_ids = places_of(tokens, scores.device)
-    counts, of_rows = (send(each, scores.device) for each in (np.concatenate(amounts), penalties))
+    counts = send(np.concatenate(amounts), scores.device)
+    of_rows = send(penalties, scores.device)
     places = rows, known_ids(token_ids, last_sampled)
     counts = torch.zeros_like(scores).index_put_(places, counts.float(), accumulate=True)[places]
     repetition, presence, frequency = of_rows.float()[rows].T
