@@ -119,7 +119,7 @@ def defaults_of(kind: Any) -> dict[str, str]:
 
 
 def options(kind: Any) -> str:
-    """A table of options: name, default, meaning, and whose they are."""
+    """A table of options: name, default, the first sentence of the meaning, and whose they are."""
     features = {field.name: field.metadata.get("feature", "")
                 for field in dataclasses.fields(kind)}
     defaults = defaults_of(kind)
@@ -129,7 +129,8 @@ def options(kind: Any) -> str:
         feature = link_to(features[name])
         if name in more:
             feature = f"more in {link_to(more[name])}"
-        rows.append((f"`{name}`", defaults[name], without_comparisons(text), feature))
+        meaning = first_sentence(without_comparisons(text))
+        rows.append((f"`{name}`", defaults[name], meaning, feature))
     return table(("option", "default", "meaning", "feature"), *rows)
 
 

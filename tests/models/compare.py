@@ -119,6 +119,7 @@ def table_of(found: dict[str, tuple[str, str]]) -> str:
     for name, (kind, what) in found.items():
         if kind == "refused":
             what = re.sub(r" by \d[\d.e-]*$", "", what)
+            what = re.sub(r"^its layers of kind \[.*\]", "some of its layers", what)
             reasons.setdefault(what.replace("|", "\\|"), []).append(f"`{name}`")
     rows = [f"| {what} | {', '.join(names)} |" for what, names in sorted(reasons.items())]
     num_refused = sum(map(len, reasons.values()))
