@@ -159,7 +159,7 @@ class PackedLinear(nn.Linear):
         except ValueError as error:
             return warn_once(f"products are slower: {error}")
         # the kernel is compiled now, and not when it is first needed
-        self.kernel = products.product(packed.dtype)
+        self.kernel = products.product(packed.dtype, products.has_uppers(packed))
         self.weight = nn.Parameter(packed, weight.requires_grad)
         self.padding = packed.shape[1] * 4 // packed.itemsize - self.in_features
 

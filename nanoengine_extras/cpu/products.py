@@ -31,6 +31,9 @@ line of a block holds a word from each of its outputs. In bfloat16, with 32 outp
     w0[0:2] w1[0:2] … w31[0:2]        a line: the first two inputs of each output
     w0[2:4] w1[2:4] … w31[2:4]        …
 
+A float32 weight whose numbers all have their last 16 bits 0, as in a model that is stored in
+bfloat16, is packed in half the memory: of each word, the upper half.
+
 Each sum adds the inputs in a fixed order, so a row has the same bits whatever other rows there are.
 The operations before and after a product are fused into it: RMSNorm (Zhang & Sennrich, 2019,
 arXiv:1910.07467), SwiGLU (Shazeer, 2020, arXiv:2002.05202), which is SiLU(gate) * up, and the sum
@@ -87,7 +90,8 @@ EVERY = 8 if has("avx512f") else LANES
 @torch.no_grad()
 def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tensor]:
     """Packs a weight, (outputs, inputs), as (blocks, words, numbers of a line), and its bias as
-    float32. Both are padded with zeros: each half to whole blocks, words to whole vectors.
+    float32. Both are padded with zeros: each half to whole blocks, words to whole vectors. If upper
+    halves of words are enough, two of them share a number of a line.
 
     halves: 2 if the outputs are gates, then ups; otherwise 1. Raises ValueError for a weight that
     no kernel can read.
@@ -101,17 +105,28 @@ def pack(weight: Tensor, bias: Tensor | None, halves: int) -> tuple[Tensor, Tens
     more = -inputs % depth, 0, -outputs % block_size
     if any(more):
         weight = F.pad(weight.unflatten(0, (halves, -1)), (0, *more)).flatten(0, 1)
-    lines = weight.contiguous().view(torch.int32).unflatten(0, (-1, block_size)).transpose(1, 2)
+    words = weight.contiguous().view(torch.int32)
+    lower, upper = words.view(torch.int16).unflatten(1, (-1, 2)).unbind(2)
+    if weight.dtype == torch.float32 and not lower.any():
+        words = upper
+    lines = words.unflatten(0, (-1, block_size)).transpose(1, 2)
     if bias is None:
         bias = torch.zeros(halves * outputs, dtype=torch.float32, device="cpu")
     padded = F.pad(bias.float().unflatten(0, (halves, -1)), (0, more[-1])).flatten()
     # with fewer pages, the CPU caches more of their addresses
-    packed = in_huge_pages(lines.nbytes).view(torch.int32).view(lines.shape).copy_(lines)
+    packed = in_huge_pages(lines.nbytes).view(lines.dtype).view(lines.shape).copy_(lines)
     return packed.view(weight.dtype), padded
+
+
+def has_uppers(packed: Tensor) -> bool:
+    """Whether a packed weight has only the upper halves of words."""
+    return packed.shape[2] * packed.itemsize < 4 * BLOCKS[packed.dtype]
 
 
 def unpack(packed: Tensor, outputs: int, inputs: int, halves: int) -> Tensor:
     """Returns a copy of the weight that was packed, (outputs, inputs)."""
+    if has_uppers(packed):
+        packed = packed.view(torch.bfloat16).float()
     lines = packed.unflatten(2, (BLOCKS[packed.dtype], -1)).transpose(1, 2)
     padded = lines.flatten(2).flatten(0, 1).unflatten(0, (halves, -1))
     return padded[:, :outputs // halves, :inputs].flatten(0, 1)
@@ -146,9 +161,10 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
     """
     place, depth, ahead, asked = piece
     held = stack(HELD)
-    copy_rows(sums, BLOCK, held, BLOCK, np.int64(count), BLOCK // LANES)
+    pitch = sums.strides[0] // 4
+    copy_rows(sums, pitch, held, BLOCK, np.int64(count), BLOCK // LANES)
     for k in range(0, depth, EVERY):
-        for i in range(k * asked, (k + EVERY) * asked, LANES):
+        for i in range(k * asked, (k + EVERY) * asked, 64 // weight.itemsize):
             prefetch(weight, ahead + i)
         for j in range(k, k + EVERY):
             for c in range(0, BLOCK, LANES):
@@ -157,7 +173,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
                     i = r * BLOCK + c
                     word = fill(rows[np.uint64(r * line + j)])
                     store(held, i, add_products(word, numbers, load(held, i), per_word))
-    copy_rows(held, BLOCK, sums, BLOCK, np.int64(count), BLOCK // LANES)
+    copy_rows(held, BLOCK, sums, pitch, np.int64(count), BLOCK // LANES)
 
 
 @inlined()
@@ -204,9 +220,9 @@ def add_step(rows, line, weight, piece, sums, count, on_tiles, per_word):
     after the last one hold arbitrary numbers."""
     if on_tiles:
         below = LANES if count > LANES else 0
-        load_sums(sums, sums.shape[1], below)
+        load_sums(sums, sums.strides[0] // 4, below)
         add_slice(rows, line, below, weight, piece)
-        store_sums(sums, sums.shape[1], below)
+        store_sums(sums, sums.strides[0] // 4, below)
     # the last rows need not fill a step, which with AVX2 has four rows
     elif count > STEP - 2:
         add_rows(rows, line, weight, piece, sums, STEP, per_word)
@@ -255,7 +271,7 @@ def write_block(out, residual, row, first, outputs, sums, halves):
 
 
 @functools.cache
-def product(dtype: torch.dtype) -> Callable:
+def product(dtype: torch.dtype, has_uppers: bool = False) -> Callable:
     """kernel(norm, weight, bias, words, outputs, halves, eps_bits, x, residual, out, rows)
 
     out = RMSNorm of x times weight + bias + residual. With two halves, the product becomes SwiGLU
@@ -263,7 +279,8 @@ def product(dtype: torch.dtype) -> Callable:
     addresses, of numbers of `dtype` or words of them:
 
         norm: (inputs,) of `dtype`, the weight of the norm; 0 for no norm
-        weight: (halves * blocks, words, outputs of a block) uint32, see `pack`
+        weight: (halves * blocks, words, outputs of a block) uint32, see `pack`; uint16 if it
+            has_uppers
         bias: (halves * blocks * outputs of a block,) float32
         eps_bits: of the norm's eps as float32
         x: (rows, words) uint32; words % 16 == 0, at most MOST_WORDS
@@ -275,6 +292,7 @@ def product(dtype: torch.dtype) -> Callable:
     on_tiles, block_size = HAS_TILES and dtype == torch.bfloat16, BLOCKS[dtype]
     step = 2 * LANES if on_tiles else STEP
     most_depth = SLICE // block_size
+    stored = np.uint16 if has_uppers else np.uint32
 
     def kernel(phase, threads, arguments_at):
         (norm_at, weight_at, bias_at, words, outputs, halves, eps_bits, x_at, residual_at, out_at,
@@ -290,12 +308,13 @@ def product(dtype: torch.dtype) -> Callable:
 
         norm = array_at(norm_at, words * per_word, uint)
         x = array_at(x_at, rows * words, np.float32)
-        weight = array_at(weight_at, halves * blocks * words * block_size, np.uint32)
+        weight = array_at(weight_at, halves * blocks * words * block_size, stored)
         bias = array_at(bias_at, halves * blocks * block_size, np.float32)
         residual = array_at(residual_at, rows * outputs if residual_at else 0, uint)
         out = array_at(out_at, rows * outputs, uint)
         space = stack(COPY)
         copy = array_at(space, COPY, np.float32)
+        lines = array_at(stack(SLICE), SLICE, np.uint32)
         sums = array_at(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
         is_few = on_tiles and rows < TILED
@@ -314,21 +333,30 @@ def product(dtype: torch.dtype) -> Callable:
                         norm_row(row, norm, eps_bits)
             # 7 or 8 rows: two steps of four, since two rows take as long as four (on Zen 4)
             stride = 4 if size in (7, 8) and not on_tiles else step
-            asked = 0 if size <= FEW else -(-block_size // -(-size // stride))
+            # more rows read copies of slices, in whole words
+            is_copied = has_uppers and size > step
+            asked = block_size // 2 if is_copied else block_size
+            asked = 0 if size <= FEW else -(-asked // -(-size // stride))
             for turn in range(halves * slices):
                 half, first = turn // slices, turn % slices * most_depth
                 depth = min(most_depth, words - first)
                 number = block * halves * slices + turn
                 place = place_of(number, halves, slices, most_depth, blocks, words, block_size)
-                ahead = place + SOON if size <= step else place_of(
+                ahead = place + SOON * 4 // weight.itemsize if size <= step else place_of(
                     number + 1, halves, slices, most_depth, blocks, words, block_size)
+                if is_copied:
+                    copy_rows(weight[place:], 0, lines, 0, 1, depth * block_size // LANES)
+                    ahead = (weight_at + 2 * ahead - lines.ctypes.data) // 4
                 for r in range(0, size, stride):
                     left, here = copy[r * line + first:], sums[half, r:]
                     if first == 0:
                         copy_rows(bias[(half * blocks + block) * block_size:], 0, here, block_size,
                                   step, block_size // LANES)
                     piece = place, depth, ahead + r // stride * asked * depth, asked
-                    if is_few:
+                    if is_copied:
+                        add_step(left, line, lines, (0, *piece[1:]), here, min(size - r, stride),
+                                 on_tiles, per_word)
+                    elif is_few:
                         add_few_rows(left, line, weight, piece, here.ravel(), size)
                     else:
                         add_step(left, line, weight, piece, here, min(size - r, stride), on_tiles,

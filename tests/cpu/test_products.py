@@ -1,5 +1,6 @@
 """Products with packed weights, against PyTorch's in float64."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -228,6 +229,23 @@ def test_a_packed_weight_has_every_number_once(halves, dtype):
     assert torch.equal(layer.weight, plain)
     biases = layer.packed_bias.unflatten(0, (halves, -1))[:, :82 // halves].flatten()
     assert torch.equal(biases.to(dtype), layer.bias)
+
+
+@pytest.mark.parametrize("inputs, outputs, halves", [(1024, 192, 1), (100, 66, 1), (100, 66, 2)])
+def test_a_float32_weight_in_bfloat16_takes_half_the_memory(inputs, outputs, halves):
+    """And gives the bits of the same weight in words, which one number with more bits forces."""
+    short, plain = make_layer(inputs, outputs, torch.bfloat16, bias=True, halves=halves)
+    short = short.float()
+    whole = copy.deepcopy(short)
+    plain = plain.float()
+    plain[-1, -1] = 1 / 3
+    whole.weight = torch.nn.Parameter(plain, requires_grad=False)
+    whole.pack()
+    assert 2 * short._parameters["weight"].nbytes == whole._parameters["weight"].nbytes
+    assert torch.equal(short.weight[:-1], plain[:-1]) and torch.equal(whole.weight, plain)
+    for num_rows in ROWS:
+        x = torch.randn(num_rows, inputs)
+        assert torch.equal(short(x)[:, :-1], whole(x)[:, :-1])
 
 
 def largest_error(dtype):

@@ -4,7 +4,7 @@
 
 Numbers are small, and scales have so few bits that products with a zero are exact. So a fused
 multiply-add rounds once, as the definition of a weight does. A number u of 8 bits needs no
-conversion to floating point: put into the mantissa of 1, it gives f = 1 + u / 256, and
+conversion to floating point with AVX-512: put into the mantissa of 1, it gives f = 1 + u / 256, and
 u * scale + added = f * (256 * scale) + (added - 256 * scale). This difference is exact, too.
 """
 
@@ -13,18 +13,18 @@ from llvmlite import ir
 from numba import types
 
 from nanoengine_extras.cpu.vectors import (
-    FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, inlined, instruction, multiply_add,
-    same, store, vector)
+    FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, has, inlined, instruction,
+    multiply_add, same, store, vector)
 from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
 from nanoengine_extras.cpu.packed.layout import ANY, EXPONENT, FLOAT, NESTED, TABLE
 from nanoengine_extras.cpu.packed.numbers import (
-    at_vector, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
+    at_vector, bytes_of, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
     small_floats)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
-# how many vectors of outputs are multiplied at once with one row; with more rows, two are
-COLUMNS = 4
+# so many vectors of outputs are multiplied at once, and twice as many with one row
+COLUMNS = 2 if has("avx512f") else 1
 # few rows take little time, so the weight is prefetched this many words before it is needed
 SOON = 2**11
 # for 16 outputs, of each of two halves: scales, and the numbers that are added
@@ -86,50 +86,50 @@ def marked(builder, words):
 
 
 def weights_of(builder, data, place, upper, shift, table, scales, width, per_word):
-    """The weights of 16 packed words, as the words that are multiplied.
+    """Yields the weights of 16 packed words, as the words that are multiplied. Each is computed
+    when it is needed: AVX2 has few registers.
 
     upper, shift: see `in_bytes`
     """
     if UPPER[width]:
-        vectors = in_bytes(builder, data, place, upper, shift, width)
-        found = [opened_pairs(builder, each, width) for each in vectors]
-        return [word for numbers in found for word in scaled(builder, numbers, scales, per_word)]
+        for each in in_bytes(builder, data, place, upper, shift, width):
+            numbers = opened_pairs(builder, each, width)
+            yield from scaled(builder, numbers, len(numbers), scales, per_word)
+        return
     words = load_words(builder, data, place)
     if width == 4 and HAS_TABLES:
-        numbers = [*looked_up(builder, words, table)]
-    elif width == 8:
-        numbers = marked(builder, words)
+        numbers = looked_up(builder, words, table)
+    elif width == 4:
+        numbers = floats_of(builder, words)
     elif width == FLOAT8:
-        numbers = [*small_floats(builder, data, place)]
+        numbers = small_floats(builder, data, place)
     else:
-        numbers = floats_of(builder, words, LOWER[width])
-    return scaled(builder, numbers, scales, per_word)
+        numbers = marked(builder, words) if HAS_TABLES else bytes_of(builder, data, place)
+    yield from scaled(builder, numbers, 32 // LOWER[width], scales, per_word)
 
 
-def scaled(builder, numbers, scales, per_word):
-    """The weights of the numbers of 16 words, as the words that are multiplied."""
-    weights = []
-    for i, number in enumerate(numbers):
-        half = i * per_word // len(numbers) * SCALES // 2
-        scale, added = [builder.load(at_vector(builder, scales, half + part * LANES))
-                        for part in range(2)]
-        weights.append(call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added))
-    return in_words(builder, weights, per_word)
+def scaled(builder, numbers, count, scales, per_word):
+    """Yields the weights of `count` vectors of numbers, as the words that are multiplied."""
+    def weights():
+        for i, number in enumerate(numbers):
+            half = i * per_word // count * SCALES // 2 if HAS_TABLES else 0
+            scale, added = [builder.load(at_vector(builder, scales, half + part * LANES))
+                            for part in range(2)]
+            yield call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added)
+    return in_words(builder, weights(), per_word)
 
 
-def add_words(builder, rows, line, words, sums, first, per_word, count):
-    """Adds the products of `count` rows with 16 outputs' words to their sums, 16 numbers each."""
+def add_word(builder, rows, line, k, word, sums, first, per_word, count):
+    """Adds the products of word k of `count` rows with 16 outputs' words to their sums, 16 numbers
+    each."""
     add = add_pairs if per_word == 2 else multiply_add
     for r in range(count):
         at = at_vector(builder, sums, first + r * LANES)
-        row = builder.gep(rows, [builder.mul(line, line.type(r))])
-        total = builder.load(at, align=64)
-        for k, each in enumerate(words):
-            number = builder.load(builder.gep(row, [line.type(k)]))
-            x = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
-            x = builder.shuffle_vector(x, x, same(WORDS, 0))
-            total = add(builder, each, x, total)
-        builder.store(total, at, align=64)
+        place = builder.add(builder.mul(line, line.type(r)), line.type(k))
+        number = builder.load(builder.gep(rows, [place]))
+        x = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
+        x = builder.shuffle_vector(x, x, same(WORDS, 0))
+        builder.store(add(builder, word, x, builder.load(at, align=64)), at, align=64)
 
 
 def store_words(builder, lines, to, pitch, words):
@@ -143,11 +143,15 @@ def store_words(builder, lines, to, pitch, words):
 def add_weights(builder, rows, line, data, place, upper, shift, table, scales, sums, width,
                 per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
-    for i in range(COLUMNS if count == 1 else 2):
+    columns = []
+    for i in range(max(COLUMNS, 2 * COLUMNS // count)):
         own = builder.gep(scales, [place.type(i * SCALES)])
         places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
-        weights = weights_of(builder, data, *places, shift, table, own, width, per_word)
-        add_words(builder, rows, line, weights, sums, i * count * LANES, per_word, count)
+        columns.append(weights_of(builder, data, *places, shift, table, own, width, per_word))
+    for k, words in enumerate(zip(*columns)):
+        for i, word in enumerate(words):
+            first = i * count * LANES
+            add_word(builder, rows, line, k, word, sums, first, per_word, count)
 
 
 @instruction(types.void, constants=2)
@@ -163,9 +167,11 @@ def store_weights(builder, lines, to, pitch, data, place, upper, shift, table, s
 
 @inlined()
 def open_half(numbers, scales, to, per_word):
-    """Stores 16 numbers as vectors have their outputs: those of bfloat16 have two inputs of 8."""
-    store(scales, to, doubled(numbers, 0) if per_word == 2 else numbers)
-    store(scales, to + SCALES // 2, doubled(numbers, 1) if per_word == 2 else numbers)
+    """Stores 16 numbers as vectors have their outputs: see `in_order`."""
+    if HAS_TABLES and per_word == 2:
+        store(scales, to + SCALES // 2, doubled(numbers, 1))
+        numbers = doubled(numbers, 0)
+    store(scales, to, numbers)
 
 
 @inlined()
@@ -220,9 +226,10 @@ def read_scales(data, at, above, kind, block_size, c):
 def open_scales(data, at, above, kind, width, block_size, per_word, scales):
     """Stores the factors of a group's numbers, and the numbers that are added to the products."""
     has_lows = kind[2]
-    # 8-bit numbers were divided by 256; all but FP8 are in the mantissa of 1
-    times = 256 if width >= 8 else 1
-    unit = 256 if width == 8 else 0
+    # FP8 numbers were divided by 256; with AVX-512, 8-bit numbers as well, in the mantissa of 1
+    is_marked = HAS_TABLES and width == 8
+    times = 256 if is_marked or width == FLOAT8 else 1
+    unit = 256 if is_marked else 0
     for c in range(0, block_size, LANES):
         scale, zero, low = read_scales(data, at, above, kind, block_size, c)
         added = scale * (fill(np.float32(-unit)) - zero)

@@ -80,7 +80,7 @@ def width_of(weight: Weight, group: int, added: int, zero: Tensor | int) -> tupl
     least, most = (int(each) + added for each in weight.numbers.aminmax())
     # the one zero of all groups can be moved, where something is added to weights anyway
     can_move = HAS_TABLES and isinstance(zero, int) and weight.lows is None
-    widths = (5, 6) if HAS_TABLES else (6,)
+    widths = (5, 6) if HAS_TABLES else ()
     for width in widths if weight.bits == 8 else ():
         move = -least if can_move else 0
         fits = 0 <= least + move <= most + move < 2**width
@@ -93,11 +93,11 @@ def width_of(weight: Weight, group: int, added: int, zero: Tensor | int) -> tupl
 
 
 def can_add(weight: Weight, zero: Tensor | int, width: int) -> bool:
-    """Whether expanding.py can add the lows: to no zeros, and to numbers of 8 bits, less 256 times
-    the scale, which has to be exact."""
+    """Whether expanding.py can add the lows: to no zeros, and with AVX-512 to numbers of 8 bits,
+    less 256 times the scale, which has to be exact."""
     if isinstance(zero, Tensor) or zero != 0:
         return False
-    if width != 8:
+    if width != 8 or not HAS_TABLES:
         return True
     difference = weight.lows.double() - 256 * weight.scales.double()  # type: ignore[union-attr]
     return not weight.above and torch.equal(difference.float().double(), difference)

@@ -10,13 +10,17 @@ import torch
 
 from nanoengine_extras.cpu.compiling import compile_kernel, take_tasks
 from nanoengine_extras.cpu.products import (
-    BLOCKS, COPY, MOST_ROWS, PART, SLICE, STEP, SUMS, norm_row, write_block)
+    COPY, MOST_ROWS, PART, STEP, norm_row, write_block)
 from nanoengine_extras.cpu.tiles import HAS_TILES, TILE_SIZES, begin_tiles, end_tiles
 from nanoengine_extras.cpu.vectors import (
-    DTYPES, LANES, array_at, copy_rows, has, inlined, numbers_at, stack)
-from nanoengine_extras.cpu.packed.expanding import COLUMNS, FEW
+    DTYPES, LANES, array_at, copy_rows, inlined, numbers_at, stack)
+from nanoengine_extras.cpu.packed.expanding import FEW
+from nanoengine_extras.cpu.packed.order import BLOCKS, WIDE
 from nanoengine_extras.cpu.packed.weights import (
-    add_count, add_few, add_floats, add_many, expand, expand_floats)
+    LINES, add_count, add_few, add_floats, add_many, expand, expand_floats)
+
+# as in products.py, for blocks of WIDE outputs
+SUMS = 2 * MOST_ROWS * WIDE
 
 
 @inlined()
@@ -44,7 +48,7 @@ def product(dtype: torch.dtype, has_floats: bool = False) -> Callable:
     per_word = 4 // dtype.itemsize
     block_size = BLOCKS[dtype]
     on_tiles = HAS_TILES and dtype == torch.bfloat16
-    few = FEW if block_size == COLUMNS * LANES and has("avx512f") else 0
+    few = FEW if block_size == WIDE else 0
     step = 2 * LANES if on_tiles else STEP
 
     def kernel(phase, threads, arguments_at):
@@ -66,7 +70,7 @@ def product(dtype: torch.dtype, has_floats: bool = False) -> Callable:
         out = array_at(out_at, rows * outputs, uint)
         space = stack(COPY)
         copy = array_at(space, COPY, np.float32)
-        lines = array_at(stack(SLICE), SLICE, np.uint32)
+        lines = array_at(stack(LINES), LINES, np.uint32)
         sums = array_at(stack(SUMS), (2, MOST_ROWS, block_size), np.float32)
         copied = -1
         begin_tiles(TILE_SIZES[min(LANES, rows)])

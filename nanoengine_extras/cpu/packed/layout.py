@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoengine_extras.cpu.products import BLOCKS, MOST_WORDS
+from nanoengine_extras.cpu.products import MOST_WORDS
 from nanoengine_extras.cpu.vectors import LANES
 from nanoengine_extras.cpu.packed.fitting import (
     Weight, can_add, has_many_bits, in_short, width_of, without_table, zero_of)
 from nanoengine_extras.cpu.packed.order import (
-    FLOAT8, HAS_TABLES, LOWER, UPPER, orders_of, place)
+    BLOCKS, FLOAT8, HAS_TABLES, LOWER, UPPER, orders_of, place)
 
 # the numbers of a header, and the byte where its table begins
 HEADER, TABLE = 24, 8 * 16

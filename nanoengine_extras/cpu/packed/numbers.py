@@ -11,7 +11,7 @@ from itertools import chain
 from llvmlite import ir
 
 from nanoengine_extras.cpu.vectors import FLOATS, LANES, WORDS, call, has, opened, rounded, same
-from nanoengine_extras.cpu.packed.order import UPPER
+from nanoengine_extras.cpu.packed.order import HAS_TABLES, UPPER
 
 PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
 HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
@@ -27,10 +27,20 @@ def load_words(builder, data, place):
     return builder.load(start, align=4)
 
 
-def floats_of(builder, words, bits):
-    """The numbers of some words, from the lowest bits up, in float32."""
-    numbers = [builder.shl(words, same(WORDS, above)) for above in range(32 - bits, -1, -bits)]
-    return [builder.sitofp(builder.lshr(each, same(WORDS, 32 - bits)), FLOATS) for each in numbers]
+def floats_of(builder, words):
+    """The numbers of 4 bits of some words, from the lowest bits up, in float32."""
+    for shift in range(0, 32, 4):
+        number = builder.and_(builder.lshr(words, same(WORDS, shift)), same(WORDS, 15))
+        yield builder.sitofp(number, FLOATS)
+
+
+def bytes_of(builder, data, place):
+    """Four vectors of bytes, in float32."""
+    kind = ir.VectorType(ir.IntType(8), LANES)
+    start = builder.bitcast(at_vector(builder, data, place), kind.as_pointer())
+    for i in range(4):
+        numbers = builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4)
+        yield builder.sitofp(builder.zext(numbers, WORDS), FLOATS)
 
 
 def looked_up(builder, words, table):
@@ -114,9 +124,18 @@ def in_turn(builder, left, right):
 
 
 def in_words(builder, numbers, per_word):
-    """The words that are multiplied: of one float32 number, or of one of the first half of some
-    numbers and one of the others."""
+    """The words that are multiplied: of one float32 number, or of two in bfloat16. With AVX-512,
+    one is from the first half of some numbers, and one from the second; else they are neighbours.
+    """
     if per_word == 1:
-        return numbers
-    half = len(numbers) // 2
-    return [in_turn(builder, *pair) for pair in zip(numbers[:half], numbers[half:])]
+        yield from numbers
+    elif HAS_TABLES:
+        numbers = [*numbers]
+        half = len(numbers) // 2
+        for pair in zip(numbers[:half], numbers[half:]):
+            yield in_turn(builder, *pair)
+    else:
+        for pair in zip(numbers, numbers):
+            lower, upper = [builder.zext(rounded(builder, each), WORDS) for each in pair]
+            word = builder.or_(lower, builder.shl(upper, same(WORDS, 16)))
+            yield builder.bitcast(word, FLOATS)

@@ -10,13 +10,16 @@ from numba import njit
 from torch import Tensor
 
 from nanoengine_extras.cpu.compiling import compile_cached
-from nanoengine_extras.cpu.products import BLOCKS
+from nanoengine_extras.cpu.products import BLOCKS as PRODUCT_BLOCKS
 from nanoengine_extras.cpu.vectors import LANES, has
 
 # the width of numbers in floating point: see `packed.Form`
 FLOAT8 = 9
 # whether kernels look up numbers of up to 6 bits
 HAS_TABLES = has("avx512bw")
+# the outputs of a block: those that a product computes at once, or several times as many
+WIDE = 4 * LANES
+BLOCKS = {dtype: size if HAS_TABLES else WIDE for dtype, size in PRODUCT_BLOCKS.items()}
 # by width: how many lower bits of a number lie together, and how many upper bits elsewhere
 LOWER = (0, 0, 0, 0, 4, 4, 4, 8, 8, 8) if HAS_TABLES else (0, 0, 0, 0, 4, 8, 8, 8, 8, 8)
 UPPER = (0, 0, 0, 0, 0, 1, 2, 0, 0, 0) if HAS_TABLES else (0,) * 10
@@ -27,18 +30,20 @@ ARGUMENTS = "void(uint8[:, ::1], uint16[::1], uint8[:, :, :], int64, uint8, uint
 def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype) -> Tensor:
     """From (outputs, inputs) to (blocks, groups, numbers of a group): as they are stored.
 
-    A vector has 16 numbers: of 16 outputs; in bfloat16, of two inputs of 8 outputs, interleaved, or
-    of the other 8. The lanes of 16 words have the numbers of some vectors: of the first 8 outputs,
-    then of the others. A vector of FP8 numbers is 16 bytes.
+    A vector has 16 numbers: of 16 outputs; with AVX-512 in bfloat16, of two inputs of 8 outputs,
+    interleaved, or of the other 8. The lanes of 16 words have the numbers of some vectors: of the
+    first 8 outputs, then of the others. A vector of FP8 numbers is 16 bytes, and so is one of 8
+    bits without AVX-512.
     """
-    block, per_word = BLOCKS[dtype], 4 // dtype.itemsize
+    block, per_word = BLOCKS[dtype], 4 // dtype.itemsize if HAS_TABLES else 1
     x = numbers.unflatten(1, (-1, group // per_word, per_word))
     x = x.unflatten(0, (-1, block // LANES, per_word, LANES // per_word))
     x = x.permute(0, 4, 5, 2, 1, 3, 6).flatten(5)
     # blocks, groups, words of a row, halves of a word, vectors of a block, lanes. A word has 8
     # numbers of 4 bits, or 4 bytes; here, numbers of 5 and 6 bits count as bytes
     x = x.unflatten(2, (-1, (8 if width == 4 else 4) // per_word))
-    order = (0, 1, 2, 5, 4, 3, 6) if width == FLOAT8 else (0, 1, 2, 5, 6, 4, 3)
+    are_bytes = width == FLOAT8 or (width == 8 and not HAS_TABLES)
+    order = (0, 1, 2, 5, 4, 3, 6) if are_bytes else (0, 1, 2, 5, 6, 4, 3)
     return x.permute(order).flatten(2)
 
 

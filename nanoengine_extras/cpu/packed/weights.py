@@ -1,8 +1,8 @@
 """Products with a packed weight (packed.py), whose numbers are expanded into weights on the fly.
 
-    few rows, on registers of AVX-512      some words are expanded and multiplied at once
-    more rows, on tiles, with AVX2         a slice is expanded into the L1 cache, and multiplied
-                                           as `nanoengine_extras.cpu/products.py` does it
+    few rows, without tiles      some words are expanded and multiplied at once
+    more rows, or on tiles       a slice is expanded into the caches, and multiplied as
+                                 `nanoengine_extras.cpu/products.py` does it
 
 A result has the same bits as the product with a weight that was dequantized first, and rounded to
 the dtype of the rows.
@@ -15,18 +15,22 @@ from nanoengine_extras.cpu.vectors import (
     LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack)
 from nanoengine_extras.cpu.packed.expanding import (
     COLUMNS, FEW, SCALES, SOON, add_weights, find_upper, open_scales, store_weights, table_of)
-from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
+from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER, WIDE
 from nanoengine_extras.cpu.packed.layout import ANY, HEADER
 
-# sums of two vectors of outputs
+# the sums of two vectors of outputs for FEW rows
 HELD = 2 * FEW * LANES
 # the scales of a group of a block
-OPEN = COLUMNS * SCALES
+OPEN = WIDE // LANES * SCALES
+# the words of a slice. If a product computes only part of a block at once, a part of the slice has
+# to fit the L1 cache
+LINES = SLICE if BLOCK == WIDE else 2 * SLICE
 
 
 @inlined()
 def expand_groups(part, number, first, depth, lines, block_size, width, per_word):
-    """Expands words `first` to `first` + `depth` of a block."""
+    """Expands words `first` to `first` + `depth` of a block, for the outputs that a product
+    computes at once, then for the next ones."""
     (_, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
@@ -34,17 +38,19 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
     scales = array_at(stack(OPEN), OPEN, np.float32)
     kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
     step = group // per_word
+    across = min(BLOCK, block_size)
     for n in range(first // step, (first + depth) // step):
         place = begin + n * record
         numbers = (place + head) // 4
         above = n // max(1, nested) * 2 * block_size * (1 + has_lows)
         open_scales(data, place, above, kind, width, block_size, per_word, scales)
         for v in range(0, group, 32 // LOWER[width]):
-            to = (n * step - first + v // per_word) * block_size
+            line = (n * step - first + v // per_word) * across
             packed = numbers + v * LOWER[width] // 32 * block_size
             upper, shift = find_upper(numbers, v, group, block_size, width)
             for c in range(0, block_size, LANES):
-                store_weights(lines, to + c, block_size, words, packed + c, upper + c, shift, table,
+                to = c // across * across * depth + line + c % across
+                store_weights(lines, to, across, words, packed + c, upper + c, shift, table,
                               scales[SCALES // LANES * c:], width, per_word)
     # where the next words lie, and how many of them each word in a row needs
     bits = LOWER[width] + UPPER[width]
@@ -61,23 +67,23 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
     scales = array_at(stack(OPEN), OPEN, np.float32)
     kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
     step = group // per_word
-    across = COLUMNS if count == 1 else 2
+    across = max(COLUMNS, 2 * COLUMNS // count)
     for n in range(size_of_row // step):
         place = begin + n * record
         numbers = (place + head) // 4
-        above = n // max(1, nested) * 2 * BLOCK * (1 + has_lows)
-        open_scales(data, place, above, kind, width, BLOCK, per_word, scales)
-        for c in range(0, BLOCK, across * LANES):
+        above = n // max(1, nested) * 2 * WIDE * (1 + has_lows)
+        open_scales(data, place, above, kind, width, WIDE, per_word, scales)
+        for c in range(0, WIDE, across * LANES):
             # registers: all places are constants
             held = stack(HELD)
             space = array_at(held, HELD, np.float32)
             for i in range(across):
-                copy_rows(sums[c + i * LANES:], BLOCK, space[i * count * LANES:], LANES, count, 1)
+                copy_rows(sums[c + i * LANES:], WIDE, space[i * count * LANES:], LANES, count, 1)
             own = scales[SCALES // LANES * c:]
             for v in range(0, group, 32 // LOWER[width]):
                 here = rows[n * step + v // per_word:]
-                packed = numbers + v * LOWER[width] // 32 * BLOCK + c
-                upper, shift = find_upper(numbers, v, group, BLOCK, width)
+                packed = numbers + v * LOWER[width] // 32 * WIDE + c
+                upper, shift = find_upper(numbers, v, group, WIDE, width)
                 for i in range(0, across * LANES, LANES):
                     prefetch(words, packed + i + SOON)
                     if UPPER[width]:
@@ -85,11 +91,11 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
                 add_weights(here, line, words, packed, upper + c, shift, table, own, held, width,
                             per_word, count)
             for i in range(across):
-                copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], BLOCK, count, 1)
+                copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], WIDE, count, 1)
 
 
-# One function is compiled for each width: 4, 5, 6 and 8 bits. FP8 has kernels of its own, which
-# need only one function.
+# One function is compiled for each width: 4, 5, 6 and 8 bits; 4 and 8 without AVX-512. FP8 has
+# kernels of its own, which need only one function.
 
 
 @inlined(inline="always")
@@ -97,7 +103,7 @@ def expand(part, number, first, depth, lines, block_size, per_word):
     width = numbers_at(part, 13)[12]
     if width == 8:
         return expand_groups(part, number, first, depth, lines, block_size, 8, per_word)
-    if width == 6:
+    if HAS_TABLES and width == 6:
         return expand_groups(part, number, first, depth, lines, block_size, 6, per_word)
     if HAS_TABLES and width == 5:
         return expand_groups(part, number, first, depth, lines, block_size, 5, per_word)
@@ -119,7 +125,7 @@ def add_count(part, number, rows, line, size_of_row, sums, per_word, count):
     width = numbers_at(part, 13)[12]
     if width == 8:
         add_groups(part, number, rows, line, size_of_row, sums, 8, per_word, count)
-    elif width == 6:
+    elif HAS_TABLES and width == 6:
         add_groups(part, number, rows, line, size_of_row, sums, 6, per_word, count)
     elif HAS_TABLES and width == 5:
         add_groups(part, number, rows, line, size_of_row, sums, 5, per_word, count)
@@ -147,14 +153,18 @@ def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_
     size, block_size = sums.shape
     step = 2 * LANES if on_tiles else STEP
     stride = 4 if size in (7, 8) and not on_tiles else step
-    most_depth = SLICE // block_size
+    across = min(BLOCK, block_size)
+    most_depth = LINES // block_size
     for first in range(0, size_of_row, most_depth):
         depth = min(most_depth, size_of_row - first)
         after, asked = open_slice(part, number, first, depth, lines, block_size, per_word)
         # each step of the rows asks for a share of the next slice
-        asked = -(-asked // -(-size // stride))
+        steps = -(-size // stride)
+        asked = -(-asked // (steps * (block_size // across)))
         ahead = (after - np.int64(lines.ctypes.data)) // 4
-        for r in range(0, size, stride):
-            piece = 0, depth, ahead + r // stride * asked * depth, asked
-            add_step(rows[r * line + first:], line, lines, piece, sums[r:], min(size - r, stride),
-                     on_tiles, per_word)
+        for c in range(0, block_size, across):
+            for r in range(0, size, stride):
+                piece = c * depth, depth, ahead, asked
+                add_step(rows[r * line + first:], line, lines, piece, sums[r:, c:c + across],
+                         min(size - r, stride), on_tiles, per_word)
+                ahead += asked * depth
