@@ -310,23 +310,20 @@ def test_the_search_for_stop_strings_is_that_of_a_loop():
 
 
 def test_many_stop_strings_take_no_more_time(byte_tokenizer):
-    """The search reads as many letters for thousands of stop strings as for a few."""
+    """The search cuts as many pieces out of a text for thousands of stop strings as for a few."""
     class Counted(str):
-        num_read = 0
+        num_cut = 0
 
         def __getitem__(self, key):
-            Counted.num_read += 1
+            Counted.num_cut += 1
             return super().__getitem__(key)
 
     text = Counted("the quick brown fox jumps over the lazy dog " * 5)
-    counts = []
     for number in (10, 5000):
-        stops = tuple(f"{place:05d}o!" for place in range(number)) + tuple(
-            f"{place:05d}o" for place in range(number))
-        Counted.num_read = 0
+        Counted.num_cut = 0
+        stops = tuple(f"{place:05d}o" + "!" * (place % 2) for place in range(number))
         assert stop_finder(stops)(text, 0) == (0, None)
-        counts.append(Counted.num_read)
-    assert counts[0] == counts[1] < 2 * len(text)
+        assert Counted.num_cut < 2 * len(text), "two lengths"
     # and they are not kept for each completion
     params = SamplingParams(stop=[str(place) for place in range(1000)], n=3)
     seq = Sequence("0", [1], 1, 100, params)
