@@ -13,9 +13,9 @@ import pytest
 import transformers
 from tokenizers import pre_tokenizers
 
-from nanoengine_extras.models import gguf_tokenizers
+from nanoengine_extras.models.gguf import tokenizers as gguf_tokenizers
 from nanoengine_extras.tools import chat
-from nanoengine_extras.models.quantized import gguf_header
+from nanoengine_extras.models.gguf import header as gguf_header
 
 # of DeepSeek-R1's distillations: one is a character that is no byte of GPT-2's
 DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]

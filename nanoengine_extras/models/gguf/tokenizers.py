@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
 
 from nanoengine.errors import naming, rejected
-from nanoengine_extras.models.quantized.gguf_reader import ends_of
+from nanoengine_extras.models.gguf.reader import ends_of
 
 # `gguf_header.Header.find`: the value of an entry, or the default
 Find = Callable[..., Any]

@@ -9,7 +9,7 @@ The numbers here are from llama.cpp (src/models), and the forms from its convert
                   the families, by `general.architecture`
 """
 
-from nanoengine_extras.models.gguf_families import dense, deepseek, experts, gemma
+from nanoengine_extras.models.gguf import dense, deepseek, experts, gemma
 
 # "mixtral" is a "llama" with experts
 FAMILIES = gemma.FAMILIES | dense.FAMILIES | experts.FAMILIES | deepseek.FAMILIES

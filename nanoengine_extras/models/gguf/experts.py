@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from nanoengine_extras.models.gguf_families.dense import OF_HUNYUAN, SCALES, granite
-from nanoengine_extras.models.gguf_families.family import (
+from nanoengine_extras.models.gguf.dense import OF_HUNYUAN, SCALES, granite
+from nanoengine_extras.models.gguf.family import (
     AFTER, EXPERTS, SECTIONS, WINDOW, Family, windows)
 
 

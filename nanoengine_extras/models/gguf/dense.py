@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine_extras.models.gguf_families.family import (
+from nanoengine_extras.models.gguf.family import (
     AFTER, EPS, PART, SECTIONS, WINDOW, Family, rotated_in_part, windows)
 
 

@@ -4,8 +4,8 @@ K-EXAONE, MiniMax M2."""
 from typing import Any
 
 from nanoengine.errors import rejected
-from nanoengine_extras.models.gguf_families.experts import OF_EXPERTS, OF_MIXTRAL, with_experts
-from nanoengine_extras.models.gguf_families.family import (
+from nanoengine_extras.models.gguf.experts import OF_EXPERTS, OF_MIXTRAL, with_experts
+from nanoengine_extras.models.gguf.family import (
     EXPERTS, PART, WINDOW, Family, rotated_in_part, windows)
 
 # how many groups of experts DeepSeek V2 and V3 have, and how many of them a token can use, by the

@@ -12,7 +12,7 @@ from quantizing import (
     GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated, in_gguf)
 
 from nanoengine import LLM
-from nanoengine_extras.models.quantized import gguf_header
+from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES: dict[str, Any] = dict(

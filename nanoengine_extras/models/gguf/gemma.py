@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine_extras.models.gguf_families.family import (
+from nanoengine_extras.models.gguf.family import (
     CAP, EXPERTS, WINDOW, Family, by_layer, windows)
 
 

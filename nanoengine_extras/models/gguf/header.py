@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from nanoengine.errors import naming, rejected
-from nanoengine.features import extension
-from nanoengine_extras.models.quantized import gguf_numbers, methods
-from nanoengine_extras.models.quantized.gguf_reader import Reader, ends_of
+from nanoengine_extras.models.gguf import families, numbers
+from nanoengine_extras.models.quantized import methods
+from nanoengine_extras.models.gguf.reader import Reader, ends_of
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # these are dequantized when they are loaded
 GRIDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
-TYPES = (*FLOATS, *GRIDS, *gguf_numbers.SIZES)
+TYPES = (*FLOATS, *GRIDS, *numbers.SIZES)
 # by `general.architecture`
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
                  "qwen3": "Qwen3ForCausalLM"}
@@ -64,8 +64,7 @@ class Header:
         self.others: dict[str, Any] = {}
         has_experts = self.architecture == "llama" and bool(self.find("llama.expert_count"))
         if self.architecture not in ARCHITECTURES or has_experts:
-            asked = f"general.architecture={self.architecture!r}"
-            self.others = extension("models.gguf_families", asked).FAMILIES
+            self.others = families.FAMILIES
         self.family = self.others.get("mixtral" if has_experts else self.architecture)
         # the last layers can be those for multi-token prediction
         guessing = self.find(f"{self.architecture}.nextn_predict_layers", 0)

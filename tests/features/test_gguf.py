@@ -12,8 +12,10 @@ from conftest import greedy_reference
 from quantizing import GREEDY, OPTIONS, PROMPTS, add_sizes, generated, gguf_name, in_gguf
 
 from nanoengine import LLM
-from nanoengine_extras.models import gguf_families, gguf_tokenizers
-from nanoengine_extras.models.quantized import gguf_files, gguf_header
+from nanoengine_extras.models.gguf import families as gguf_families
+from nanoengine_extras.models.gguf import tokenizers as gguf_tokenizers
+from nanoengine_extras.models.gguf import files as gguf_files
+from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,

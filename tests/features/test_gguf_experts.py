@@ -13,8 +13,8 @@ from quantizing import (
     GREEDY, HEADS, OPTIONS, PROMPTS, add_sizes, generated, gguf_name, in_gguf, order_of)
 
 from nanoengine import LLM
-from nanoengine_extras.models import gguf_families
-from nanoengine_extras.models.quantized import gguf_files
+from nanoengine_extras.models.gguf import experts as gguf_experts
+from nanoengine_extras.models.gguf import files as gguf_files
 from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=256, head_dim=64,
@@ -40,7 +40,7 @@ def make(arch: str, **changes: Any) -> transformers.PreTrainedModel:
 
 def name_in(arch: str, name: str) -> str:
     """llama.cpp's name of a tensor."""
-    names = gguf_families.experts.OF_EXPERTS | {"ffn_gate_inp": "mlp.gate"}
+    names = gguf_experts.OF_EXPERTS | {"ffn_gate_inp": "mlp.gate"}
     for own, other in names.items():
         if name.endswith(f".{other}.weight"):
             return name.replace("model.layers.", "blk.").replace(other, own)
