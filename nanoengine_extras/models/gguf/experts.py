@@ -1,113 +1,94 @@
-"""Models with experts: Mixtral, gpt-oss, OLMoE, those of Qwen, Granite, ERNIE and Hunyuan."""
+"""What files of models with experts leave out."""
 
 from typing import Any
 
-from nanoengine_extras.models.gguf.dense import OF_HUNYUAN, SCALES, granite
-from nanoengine_extras.models.gguf.family import (
-    AFTER, EXPERTS, SECTIONS, WINDOW, Family, windows)
+from nanoengine_extras.models.gguf.layers import rope
+
+# how many groups of experts DeepSeek V2 and V3 have, and how many of them a token can use, by the
+# number of experts: files from before October 2025 do not say it
+GROUPS = {160: (8, 3), 256: (8, 4)}
+# the functions that turn logits into weights
+SOFTMAX, SIGMOID = 1, 2
 
 
-def with_experts(header: Any, **others: list) -> dict[str, Any]:
-    """Returns the entries of models with experts.
+def experts(header: Any) -> dict[str, Any]:
+    """Returns what a file says of experts, by the names that this has in different models.
 
-    others: the accepted values of some entries
+    Some layers, such as the first, have none. Shared experts compute all tokens.
     """
-    accepted: dict[str, list] = {
-        "expert_weights_scale": [1.0, 0.0], "expert_gating_func": [1, 0],
-        "expert_shared_count": [0], "attention.clamp_kqv": [0.0], "expert_group_count": [0, 1]}
-    for name, values in (accepted | others).items():
-        header.accept(name, header.find(f"{header.architecture}.{name}", values[0]), values)
-    used = header.of_model("expert_used_count")
-    size = header.of_model("feed_forward_length")
-    count = header.of_model("expert_count")
-    return {"num_experts": count, "num_local_experts": count, "num_experts_per_tok": used,
-            "moe_intermediate_size": header.of_model("expert_feed_forward_length", size // used),
-            "norm_topk_prob": False}
-
-
-def with_scaled_experts(header: Any) -> dict[str, Any]:
-    """The weights of a token's experts are scaled to add up to 1."""
-    return with_experts(header) | {"norm_topk_prob": True}
-
-
-def qwen2moe(header: Any) -> dict[str, Any]:
-    """A shared expert computes all tokens."""
-    shared = header.of_model(
-        "expert_shared_feed_forward_length", header.of_model("feed_forward_length"))
-    return with_experts(header) | {"shared_expert_intermediate_size": shared}
+    size, used = header.number("feed_forward_length"), header.number("expert_used_count")
+    shared = header.find(f"{header.architecture}.expert_shared_count", 0)
+    dense = header.entry("leading_dense_block_count", 0)
+    named = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    named_used = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+    named_shared = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    named_size = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    return {
+        **dict.fromkeys(named, header.number("expert_count")),
+        **dict.fromkeys(named_used, used),
+        **dict.fromkeys(named_shared, shared),
+        **dict.fromkeys(named_size, header.number("expert_shared_feed_forward_length", size)),
+        **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), dense),
+        "moe_intermediate_size": header.number("expert_feed_forward_length", size // used),
+        "moe_layer_interval": header.number("interleave_moe_layer_step", 1),
+        # whether the weights of a token's experts are scaled to add up to 1
+        "norm_topk_prob": header.family.model_type == "qwen3_moe"}
 
 
 def granitemoe(header: Any) -> dict[str, Any]:
     """With a shared expert, it is another model."""
-    found = with_experts(header) | granite(header)
-    shared = header.find("granitemoe.expert_shared_feed_forward_length", 0)
-    return found if not shared else found | {
-        "architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared",
-        "shared_intermediate_size": shared}
-
-
-def ernie(header: Any) -> dict[str, Any]:
-    """Some layers, such as the first, have no experts."""
-    shared = header.find("ernie4_5-moe.expert_shared_count", 0)
-    found = with_experts(header, expert_shared_count=[shared])
-    return {"moe_num_experts": found["num_experts"], "moe_k": found["num_experts_per_tok"],
-            "moe_intermediate_size": found["moe_intermediate_size"],
-            "moe_num_shared_experts": shared,
-            "moe_layer_start_index": header.find("ernie4_5-moe.leading_dense_block_count", 0),
-            "moe_layer_interval": header.of_model("interleave_moe_layer_step", 1)}
+    has_shared = header.entry("expert_shared_feed_forward_length", 0) > 0
+    return {"model_type": "granitemoeshared"} if has_shared else {}
 
 
 def hunyuan(header: Any) -> dict[str, Any]:
     """Each layer has one more expert, of the same size, for all tokens."""
-    size = header.of_model("feed_forward_length")
+    size = header.number("feed_forward_length")
     for kind in ("expert", "expert_shared"):
-        name = f"{kind}_feed_forward_length"
-        header.accept(name, header.of_model(name, size), [size])
-    found = with_experts(header, expert_shared_count=[1])
-    return {"num_experts": found["num_experts"], "moe_topk": found["num_experts_per_tok"]}
+        header.expect(f"{kind}_feed_forward_length", size)
+    return {}
 
 
-def gpt_oss(header: Any) -> dict[str, Any]:
-    """Every second layer sees all keys. The limits between which YaRN mixes are not rounded."""
-    return with_experts(header) | windows(header, period=2) | {
-        "rope_parameters": header.rope() | {"truncate": False}}
+def routed(header: Any, groups: tuple[int, int] = (1, 1)) -> dict[str, Any]:
+    """Returns the entries of models that choose experts as DeepSeek does.
+
+    groups: for files that do not name them
+    """
+    return {
+        "n_group": header.number("expert_group_count", groups[0]),
+        "topk_group": header.number("expert_group_used_count", groups[1]),
+        "norm_topk_prob": header.entry("expert_weights_norm", False),
+        # 0: they are not scaled
+        "routed_scaling_factor": header.entry("expert_weights_scale", 0.0) or 1.0}
 
 
-OF_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj", "ffn_down_exps": "mlp.experts.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj"}
-OF_MIXTRAL = {
-    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.w3", "ffn_down_exps": "block_sparse_moe.experts.w2"}
-OF_GRANITE = {
-    "ffn_gate_inp": "block_sparse_moe.router",
-    "ffn_gate_exps": "block_sparse_moe.experts.gate_proj",
-    "ffn_up_exps": "block_sparse_moe.experts.up_proj",
-    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
-    "ffn_gate_shexp": "shared_mlp.input_linear.gate", "ffn_up_shexp": "shared_mlp.input_linear.up",
-    "ffn_down_shexp": "shared_mlp.output_linear"}
-OF_ERNIE = OF_EXPERTS | {
-    "exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj"}
-OF_HUNYUAN_MOE = OF_EXPERTS | OF_HUNYUAN | {
-    "ffn_gate_inp": "mlp.gate.wg", "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
-    "ffn_up_shexp": "mlp.shared_mlp.up_proj", "ffn_down_shexp": "mlp.shared_mlp.down_proj"}
-OF_GPT_OSS = OF_EXPERTS | AFTER | {
-    "ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks"}
-FAMILIES = {
-    "qwen3moe": Family("Qwen3Moe", "qwen3_moe", OF_EXPERTS, EXPERTS, with_scaled_experts),
-    "qwen2moe": Family("Qwen2Moe", "qwen2_moe", OF_EXPERTS, EXPERTS, qwen2moe, bias="qkv_bias"),
-    "qwen3vlmoe": Family("Qwen3Moe", "qwen3_moe", OF_EXPERTS, EXPERTS | SECTIONS,
-                         with_scaled_experts),
-    "granitemoe": Family("GraniteMoe", "granitemoe", OF_GRANITE, EXPERTS | SCALES, granitemoe,
-                         is_permuted=True),
-    "ernie4_5-moe": Family("Ernie4_5_Moe", "ernie4_5_moe", OF_ERNIE, EXPERTS, ernie,
-                           bias="use_bias"),
-    "hunyuan-moe": Family("HunYuanMoEV1", "hunyuan_v1_moe", OF_HUNYUAN_MOE, EXPERTS, hunyuan),
-    "gpt-oss": Family("GptOss", "gpt_oss", OF_GPT_OSS, EXPERTS | WINDOW, gpt_oss),
-    "olmoe": Family("Olmoe", "olmoe", OF_EXPERTS, EXPERTS, with_experts),
-    "mixtral": Family("Mixtral", "mixtral", OF_MIXTRAL, EXPERTS, with_scaled_experts,
-                      is_permuted=True)}
+def deepseek2(header: Any) -> dict[str, Any]:
+    """Keys and values are made of one small vector (MLA). The converter splits this matrix in two,
+    and stores the lengths of keys and values as `key_length_mla` and `value_length_mla`. Old files
+    have the whole matrix, and no such entries.
+
+    GLM-4.7-Flash and Moonlight are DeepSeek V3 in another size.
+    """
+    found = routed(header, GROUPS.get(header.number("expert_count"), (1, 1)))
+    is_flash = len(header.find("tokenizer.ggml.tokens", [])) == 154880
+    gating = header.entry("expert_gating_func", 0) or (SIGMOID if is_flash else SOFTMAX)
+    header.accept("expert_gating_func", gating, [SOFTMAX, SIGMOID])
+    if gating == SOFTMAX:
+        header.accept("expert_weights_norm", found["norm_topk_prob"], [False])
+        is_grouped = found["n_group"] > 1
+        found |= {"model_type": "deepseek_v2",
+                  "topk_method": "group_limited_greedy" if is_grouped else "greedy"}
+    turned = rope(header)
+    # in float32, and divided by 10
+    scale = round(10 * header.entry("rope.scaling.yarn_log_multiplier", 0.0), 5)
+    if turned["rope_type"] == "yarn" and scale:
+        turned |= {"mscale": scale, "mscale_all_dim": scale}
+    rotated = header.number("rope.dimension_count")
+    size, of_values = (header.number(f"attention.{part}_length_mla", header.number(
+        f"attention.{part}_length")) for part in ("key", "value"))
+    return found | {
+        "num_key_value_heads": header.number("attention.head_count"), "head_dim": rotated,
+        "rope_parameters": turned, "rope_interleave": True,
+        "q_lora_rank": header.entry("attention.q_lora_rank"),
+        "kv_lora_rank": header.number("attention.kv_lora_rank"), "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated, "v_head_dim": of_values}

@@ -20,8 +20,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from nanoengine_extras.models.gguf import numbers, tokenizers
-from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.gguf.header import FLOATS, GRIDS, Header
+from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.stored import Opened, Stored
 
 # the file with the places of all tensors, in the folder that `write_folder` fills
@@ -58,11 +58,11 @@ def write_folder(files: list[Path], beside: Path | None, folder: Path, has_token
     for path in others.values():
         if path.suffix in (".json", ".jinja", ".model", ".txt"):
             shutil.copy(path, folder)
-    if "config.json" in others:
-        given = json.loads((folder / "config.json").read_text())
-        # other files name only the kind of model
-        config = given if "architectures" in given else config
-    write(folder / "config.json", config | {"quantization_config": header.quantization()})
+    given = json.loads(others["config.json"].read_text()) if "config.json" in others else {}
+    # other files name only the kind of model
+    if "architectures" in given:
+        config = given | {"quantization_config": config["quantization_config"]}
+    write(folder / "config.json", config)
     # `loader.weight_files` finds the files by it
     index = {name: str(file) for name, file in enumerate(files)}
     write(folder / "model.safetensors.index.json", {"weight_map": index})
@@ -79,7 +79,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
 def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
     """Returns the tensors of a file.
 
-    folder: the one that `write_folder` has filled; entries: see `Header.quantization`.
+    folder: the one that `write_folder` has filled; entries: see `Header.config`.
     """
     opened = Opened()
     # reading a header again takes seconds
@@ -88,9 +88,6 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
         heads = entries["heads"].items()
         own = next((count for part, count in heads if f".{part}." in name), 0)
         added = entries["norms"] if name.endswith("norm.weight") else 0.0
-        # the config has them
-        if name.startswith(("rope_freqs.", "rope_factors_")):
-            continue
         # a matrix of one row, which some releases of the converter store as a vector
         if name.endswith("shared_expert_gate.weight"):
             shape = [1, shape[-1]]
