@@ -64,9 +64,8 @@ def pytest_collection_modifyitems(items: list) -> None:
 # all of cpu/, test_batch_invariant, test_random_requests, test_model, test_llm,
 # test_shared_steps, test_shared_steps_threads, test_quantized, test_transformers_models…
 ONE_THREAD = {"test_async_llm", "test_batch", "test_beam_search", "test_chat", "test_constraints",
-              "test_engine", "test_features", "test_gguf_families", "test_gguf_families_dense",
-              "test_gguf_families_experts", "test_gguf_families_more", "test_gpu_costs",
-              "test_gpu_path", "test_lab", "test_logits_processors", "test_logprobs",
+              "test_engine", "test_features", "test_gguf", "test_gpu_costs", "test_gpu_path",
+              "test_lab", "test_logits_processors", "test_logprobs",
               "test_metrics", "test_own_policies", "test_policies", "test_quantized_bitsandbytes",
               "test_quantized_fp8", "test_quantized_mxfp4", "test_quantized_transformers",
               "test_recipes", "test_requests", "test_scheduler", "test_scores", "test_speculation",

@@ -50,11 +50,7 @@ ALL_CASES = {
                "with_option.close()",
     "models.generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
     "running.memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
-    "models.gguf_families": "import gguf, tempfile; "
-                     "writer = gguf.GGUFWriter(path := tempfile.mkdtemp() + '/a.gguf', 'gemma3')\n"
-                     "writer.write_header_to_file(); writer.write_kv_data_to_file()\n"
-                     "writer.close(); LLM(path, **options)",
-    "models.gguf_tokenizers": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
+    "models.gguf": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
     "running.guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
     "models.hub": "LLM('some/model', **options)",
     "tools.lm_eval": "extension('tools.lm_eval')",
@@ -106,7 +102,6 @@ ALL_CASES = {
 # what says no where everything is there, and in which words
 REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
            "models.explain": "is an empty folder: it must be one with a model",
-           "models.gguf_families": "gemma3.embedding_length is missing",
            "running.guards": "batch_invariant=True is not accepted",
            "running.offload": "is not accepted: it must be 0 on a CPU",
            "models.hub": "model='some/model' is not accepted",
@@ -117,8 +112,7 @@ if importlib.util.find_spec("lm_eval"):
 # what needs another feature, as that is what it is made of
 NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.openai_format"],
          "sampling.beam_search": ["sampling.logprobs"],
-         "models.gguf_families": ["models.quantized"],
-         "models.gguf_tokenizers": ["models.quantized"],
+         "models.gguf": ["models.quantized"],
          "models.experts": ["models.transformers_models"],
          "models.own_layers": ["models.transformers_models"],
          "tools.prometheus": ["running.metrics"],

@@ -23,8 +23,10 @@ from nanoengine.errors import naming
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
 from nanoengine_extras.cpu.packed import QuantizedLinear
-from nanoengine_extras.models.quantized import (
-    choose_opener, formulas, gguf_files, gguf_header, gguf_numbers)
+from nanoengine_extras.models.gguf import files as gguf_files
+from nanoengine_extras.models.gguf import header as gguf_header
+from nanoengine_extras.models.gguf import numbers as gguf_numbers
+from nanoengine_extras.models.quantized import choose_opener, formulas
 from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.models.quantized.stored import Stored
 

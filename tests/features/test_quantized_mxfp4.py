@@ -20,7 +20,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoengine import LLM
 from nanoengine_extras.models.experts import Experts
-from nanoengine_extras.models.quantized import gguf_files, gguf_header
+from nanoengine_extras.models.gguf import files as gguf_files
+from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2,

@@ -9,8 +9,8 @@ in the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
 files are read (`ModelRunner.load_model`); a model that transformers computes is read in
-transformers_files.py and transformers_linears.py. gguf_files.py needs a package:
-`pip install ".[gguf]"`.
+transformers_files.py and transformers_linears.py. GGUF files are read in models/gguf, which needs a
+package: `pip install ".[gguf]"`.
 """
 
 import atexit
@@ -52,7 +52,7 @@ CONDITIONS: list[Condition] = [
 
 
 def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
-    """Returns a folder like that of any model, with an index of GGUF files: see gguf_files.py. It
+    """Returns a folder like that of any model, with an index of GGUF files: see models/gguf. It
     is deleted when Python ends.
 
     path: a GGUF file, or a folder with one, which can also have config.json and a tokenizer.
@@ -60,8 +60,8 @@ def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
 
     Raises ValueError for a path without a model, and for a model that cannot be run.
     """
-    with naming(f"{name}={str(path)!r} needs the package gguf"):
-        from nanoengine_extras.models.quantized import gguf_files
+    with naming(f"{name}={str(path)!r} needs nanoengine_extras/models/gguf and the package gguf"):
+        from nanoengine_extras.models.gguf import files as gguf_files
     with naming(f"{name}={str(path)!r}"):
         beside = path if path.is_dir() else None
         # made by this function before
@@ -193,7 +193,7 @@ def share(opened: dict[Path, Opened]) -> bool:
 def choose_opener(method: str, entries: dict[str, Any],
                   folder: Path) -> Callable[[Path], Opened]:
     if method == "gguf":
-        from nanoengine_extras.models.quantized.gguf_files import open_gguf
+        from nanoengine_extras.models.gguf.files import open_gguf
         return partial(open_gguf, folder, entries)
     if method in BITS:
         return partial(open_rounded, BITS[method])

@@ -7,15 +7,15 @@ numbers of 1 to 3 bits are indices into grids.
 """
 
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from nanoengine_extras.models.quantized.formulas import Grouped, mxfp4
 
-# the bytes of a block
-SIZES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q2_K": 84, "Q3_K": 110,
-         "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 18, "IQ4_XS": 136, "MXFP4": 17}
-# those with blocks of 256 inputs
-ARE_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+# the inputs and the bytes of a block
+SIZES = {kind: GGML_QUANT_SIZES[GGMLQuantizationType[kind]] for kind in (
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4")}
 # the table of IQ4_NL and IQ4_XS
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
                    dtype=torch.float32, device="cpu")
@@ -39,8 +39,8 @@ def parts(raw: Tensor, bits: int) -> Tensor:
 
 def grouped(raw: Tensor, kind: str) -> Grouped:
     """raw: (outputs, bytes of a row) uint8; kind: the name of its type."""
-    blocks = raw.unflatten(1, (-1, SIZES[kind]))
-    found = (of_256 if kind in ARE_256 else of_32)(blocks, kind)
+    inputs, size = SIZES[kind]
+    found = (of_256 if inputs == 256 else of_32)(raw.unflatten(1, (-1, size)), kind)
     inputs = found.numbers.shape[1]
     return found._replace(groups=torch.arange(inputs) // (inputs // found.scales.shape[1]))
 

@@ -6,7 +6,6 @@ bytes, and so never found in a text; and for an unknown `tokenizer.ggml.pre`, te
 in GPT-2.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,10 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN_2
 
 from nanoengine.errors import naming, rejected
-from nanoengine_extras.models.quantized.gguf_reader import ends_of
+from nanoengine_extras.models.gguf.reader import ends_of
 
-# `gguf_header.Header.find`: the value of an entry, or the default
-Find = Callable[..., Any]
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA_3 = QWEN_2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
@@ -46,22 +43,19 @@ LETTERS = (
 DEEPSEEK = ["[\r\n]", rf"\s?[{LETTERS}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$",
             "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}+"]
 CODER = [DEEPSEEK[0], r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK[4], r"\p{N}"]
-# by `tokenizer.ggml.pre`: the patterns that split a text into words, applied in turn. For these, as
-# in llama.cpp, BOS comes first
-BEGUN = {name: [LLAMA_3] for name in (
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0")} | {"tekken": [TEKKEN]}
+# by `tokenizer.ggml.pre`: the patterns that split a text into words, applied in turn
+CUTS = {name: cuts for names, cuts in (
+    ("llama3 llama-v3 llama-bpe falcon3 pixtral midm-2.0 dbrx smaug-bpe glm4", [LLAMA_3]),
+    ("qwen2 deepseek-r1-qwen megrez kormo f2llmv2 stablelm2 hunyuan", [QWEN_2]),
+    ("gpt-2 phi-2 mpt olmo jais trillion mellum exaone4", [GPT_2]),
+    ("smollm starcoder refact command-r codeshell minerva-7b exaone", [r"\p{N}", GPT_2]),
+    ("tekken", [TEKKEN]), ("gpt-4o", [GPT_4O]), ("kimi-k2", [KIMI]), ("seed-coder", [SEED]),
+    ("deepseek-llm", DEEPSEEK), ("deepseek-coder", CODER), ("hunyuan-dense deepseek-v3", HUNYUAN))
+    for name in names.split()}
+# for these, as in llama.cpp, BOS comes first
+BEGUN = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken")
 # for these, a word that is a token stays whole, whatever the merges are
-WHOLE = BEGUN | {"glm4": [LLAMA_3], "hunyuan": [QWEN_2], "kimi-k2": [KIMI]}
-CUTS = WHOLE | {
-    "dbrx": [LLAMA_3], "smaug-bpe": [LLAMA_3], "gpt-4o": [GPT_4O], "seed-coder": [SEED],
-    "hunyuan-dense": HUNYUAN, "deepseek-v3": HUNYUAN, "deepseek-llm": DEEPSEEK,
-    "deepseek-coder": CODER} | dict.fromkeys(
-    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "stablelm2"),
-    [QWEN_2]) | dict.fromkeys(
-    ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "mellum", "exaone4"),
-    [GPT_2]) | dict.fromkeys(
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b", "exaone"),
-    [r"\p{N}", GPT_2])
+WHOLE = (*BEGUN, "glm4", "hunyuan", "kimi-k2")
 # for these, and with Qwen's pattern, a letter and its accent become one character
 COMPOSED = "command-r", "olmo", "mpt"
 # `tokenizer.ggml.token_type` of tokens that are found in a text before it is split
@@ -71,9 +65,12 @@ USER_DEFINED = 4
 FOLLOWED = "<unk>", "<s>", "<|endoftext|>"
 
 
-def read(find: Find, file: Path) -> Any:
+def read(find: Any, file: Path) -> Any:
     """Returns the tokenizer of a file, which must be the first one of its model. Raises ValueError
-    for a tokenizer that cannot be read exactly."""
+    for a tokenizer that cannot be read exactly.
+
+    find: `Header.find`, which returns the value of an entry, or a default
+    """
     kind = find("tokenizer.ggml.model")
     with naming(ValueError("its tokenizer is not read: it must be replaced by tokenizer=…")):
         if kind == "gpt2":
@@ -101,7 +98,7 @@ def read(find: Find, file: Path) -> Any:
     return found
 
 
-def templates(find: Find) -> str | dict[str, str] | None:
+def templates(find: Any) -> str | dict[str, str] | None:
     """Returns the chat template, or several by name, as transformers has them: for example, one
     named "tool_use"."""
     default = find("tokenizer.chat_template")
@@ -130,7 +127,7 @@ def set_spaces(backend: Any, has_prefix: bool, is_phi: bool) -> None:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
 
 
-def of_bytes(find: Find) -> PreTrainedTokenizerFast:
+def of_bytes(find: Any) -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer."""
     pre = find("tokenizer.ggml.pre")
     if pre not in CUTS:

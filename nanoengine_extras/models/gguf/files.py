@@ -2,8 +2,8 @@
 
     blk.0.attn_q.weight   Q4_K, (outputs, bytes of a row)   ->   layers.0.self_attn.q_proj.weight
 
-gguf_header.py knows what a file says about its model, and gguf_numbers.py the types of matrices.
-The extension gguf_tokenizers.py makes the tokenizer.
+header.py knows what a file says about its model, numbers.py the types of matrices, and
+tokenizers.py the tokenizer.
 """
 
 import json
@@ -19,10 +19,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from nanoengine.features import extension
-from nanoengine_extras.models.quantized import gguf_numbers
+from nanoengine_extras.models.gguf import numbers, tokenizers
+from nanoengine_extras.models.gguf.header import FLOATS, GRIDS, Header
 from nanoengine_extras.models.quantized.formulas import Grouped
-from nanoengine_extras.models.quantized.gguf_header import FLOATS, GRIDS, Header
 from nanoengine_extras.models.quantized.stored import Opened, Stored
 
 # the file with the places of all tensors, in the folder that `write_folder` fills
@@ -55,16 +54,15 @@ def write_folder(files: list[Path], beside: Path | None, folder: Path, has_token
     others = {} if beside is None else {path.name: path for path in beside.iterdir()}
     has_other = any(name.startswith(("tokenizer", "vocab.")) for name in others)
     if has_tokenizer and not has_other and "tokenizer.ggml.tokens" in header.fields:
-        tokenizers = extension("models.gguf_tokenizers", "a tokenizer of GGUF")
         tokenizers.read(header.find, files[0]).save_pretrained(folder)
     for path in others.values():
         if path.suffix in (".json", ".jinja", ".model", ".txt"):
             shutil.copy(path, folder)
-    if "config.json" in others:
-        given = json.loads((folder / "config.json").read_text())
-        # other files name only the kind of model
-        config = given if "architectures" in given else config
-    write(folder / "config.json", config | {"quantization_config": header.quantization()})
+    given = json.loads(others["config.json"].read_text()) if "config.json" in others else {}
+    # other files name only the kind of model
+    if "architectures" in given:
+        config = given | {"quantization_config": config["quantization_config"]}
+    write(folder / "config.json", config)
     # `loader.weight_files` finds the files by it
     index = {name: str(file) for name, file in enumerate(files)}
     write(folder / "model.safetensors.index.json", {"weight_map": index})
@@ -81,7 +79,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
 def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
     """Returns the tensors of a file.
 
-    folder: the one that `write_folder` has filled; entries: see `Header.quantization`.
+    folder: the one that `write_folder` has filled; entries: see `Header.config`.
     """
     opened = Opened()
     # reading a header again takes seconds
@@ -90,9 +88,6 @@ def open_gguf(folder: Path, entries: dict[str, Any], file: Path) -> Opened:
         heads = entries["heads"].items()
         own = next((count for part, count in heads if f".{part}." in name), 0)
         added = entries["norms"] if name.endswith("norm.weight") else 0.0
-        # the config has them
-        if name.startswith(("rope_freqs.", "rope_factors_")):
-            continue
         # a matrix of one row, which some releases of the converter store as a vector
         if name.endswith("shared_expert_gate.weight"):
             shape = [1, shape[-1]]
@@ -125,10 +120,10 @@ def read_tensor(file: Path, kind: str, shape: list[int], offset: int, num_bytes:
     rows = raw.view(*shape[:1] or [1], -1)
     if heads:
         rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-    if kind in gguf_numbers.SIZES:
-        return gguf_numbers.grouped(rows, kind)
+    if kind in numbers.SIZES:
+        return numbers.grouped(rows, kind)
     if kind in GRIDS:
         return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))
-    numbers = rows.view(FLOATS[kind]).float().view(shape)
+    found = rows.view(FLOATS[kind]).float().view(shape)
     # a large matrix is not copied
-    return numbers - added if added else numbers
+    return found - added if added else found

@@ -9,15 +9,15 @@ import gguf
 import numpy as np
 
 # the tokens that end a text or a turn, by their texts, as in llama.cpp: a file names only one
-ENDS = ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|endoftext|>",
-        "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-        "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|return|>", "<|call|>", "<|calls|>",
-        "<|flush|>", "<turn|>", "<|tool_response>", "[e~[",
-        # after a piece of code: padding, the next repository or file
-        "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>",
-        "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
-        # these only as in MORE_ENDS
-        "<|user|>", "<|observation|>", "<|assistant|>")
+ENDS = (
+    "<|eot_id|> <|eom_id|> <|eot|> <|eom|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <eos> "
+    "<end_of_turn> </s> <EOT> _<EOT> [EOT] [EOS] <end_of_utterance> <｜end▁of▁sentence｜> [e~[ "
+    "<|return|> <|call|> <|calls|> <|flush|> <turn|> <|tool_response> "
+    # after a piece of code: padding, the next repository or file
+    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> "
+    "<reponame> <|file_sep|> "
+    # these only as in MORE_ENDS
+    "<|user|> <|observation|> <|assistant|>").split()
 # where another one is a token, as in generation_config.json of GLM-4 and Phi-3
 MORE_ENDS = {"<|user|>": "[gMASK]", "<|observation|>": "[gMASK]",
              "<|assistant|>": "<|placeholder1|>"}
@@ -60,12 +60,13 @@ class Reader(gguf.GGUFReader):
                 return 12 + found.nbytes, [found], [0], [gguf.GGUFValueType.ARRAY, kind]
         return super()._get_field_parts(orig_offs, raw_type)
 
-    def check_places(self) -> None:
+    def _build_tensors(self, start_offs: int, fields: list) -> None:
         """Raises ValueError for tensors that lie outside of the file, or on each other."""
-        last = self.data_offset
+        super()._build_tensors(start_offs, fields)
+        last = start_offs
         for tensor in sorted(self.tensors, key=lambda tensor: int(tensor.field.parts[5][0])):
             # in Python's integers, which do not overflow
-            first = self.data_offset + int(tensor.field.parts[5][0])
+            first = start_offs + int(tensor.field.parts[5][0])
             block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
             num_bytes = math.prod(tensor.shape.tolist()) * size // block
             if first < last or first + num_bytes > len(self.data):

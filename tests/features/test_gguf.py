@@ -1,0 +1,543 @@
+"""GGUF files of each family, as llama.cpp's converter writes them, with its names of tensors: tiny
+models with random weights generate transformers' tokens, and have its config.json."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from quantizing import (
+    GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated, in_gguf)
+from torch import Tensor
+
+from nanoengine import LLM
+from nanoengine_extras.cpu.packed import QuantizedLinear
+from nanoengine_extras.models.gguf import files, names
+from nanoengine_extras.models.gguf.header import Header
+
+Entries = dict[str, Any]
+SIZES: Entries = dict(
+    hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=320, max_position_embeddings=512, pad_token_id=None)
+ENTRIES = {"block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
+           "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+           "attention.head_count": "num_attention_heads",
+           "attention.head_count_kv": "num_key_value_heads",
+           "attention.sliding_window": "sliding_window"}
+DEEP: Entries = dict(num_hidden_layers=4)
+HEADS: Entries = dict(head_dim=32)
+# which is the default of no family
+PART: Entries = dict(rope_parameters=dict(
+    rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75))
+YARN = dict(rope_type="yarn", rope_theta=1e5, factor=4.0, beta_fast=32.0, beta_slow=1.0,
+            original_max_position_embeddings=32)
+OF_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+           "rope.scaling.original_context_length": 32}
+LOCAL = dict(rope_type="default", rope_theta=1e5)
+FAR = YARN | dict(mscale=1.0, mscale_all_dim=0.5, llama_4_scaling_beta=0.25)
+LATENT_YARN = YARN | dict(mscale=0.707, mscale_all_dim=0.707)
+OF_LATENT_YARN = OF_YARN | {"rope.scaling.yarn_log_multiplier": 0.1 * 0.707}
+LONG = dict(rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.25, factor=8.0,
+            original_max_position_embeddings=64, short_factor=[1.0 + i / 8 for i in range(4)],
+            long_factor=[2.0 + i for i in range(4)])
+SCALED = dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+              sliding_attention=dict(rope_type="default", rope_theta=1e4))
+WINDOW: Entries = DEEP | dict(sliding_window=8)
+OF_WINDOW = {"attention.sliding_window_pattern": [True, True, True, False]}
+HALF: Entries = WINDOW | dict(layer_types=["sliding_attention", "full_attention"] * 2)
+OF_HALF = {"attention.sliding_window_pattern": [True, False] * 2}
+GEMMA = WINDOW | HEADS | dict(query_pre_attn_scalar=32)
+CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+LOCAL_BASE = {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+# with the same matrix as the head, the model would only repeat a token
+OWN_HEAD: Entries = dict(tie_word_embeddings=False)
+GEMMA_4 = HALF | HEADS | OWN_HEAD | dict(
+    global_head_dim=64, final_logit_softcapping=3.0, hidden_size_per_layer_input=0)
+OF_GEMMA_4 = OF_HALF | LOCAL_BASE | {
+    "attention.key_length": 64, "attention.value_length": 64, "attention.key_length_swa": 32,
+    "attention.value_length_swa": 32, "rope.dimension_count": 64, "rope.dimension_count_swa": 32,
+    "final_logit_softcapping": 3.0, "attention.shared_kv_layers": 0,
+    "embedding_length_per_layer_input": 0}
+# values are keys in layers that see all, which have fewer of them
+EQUAL: Entries = dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+OF_EQUAL = {"attention.head_count_kv": [2, 1] * 2}
+# embeddings for each layer; the last layers use the keys of others
+SMALL: Entries = dict(
+    hidden_size_per_layer_input=32, vocab_size_per_layer_input=320, num_kv_shared_layers=2)
+OF_SMALL = {"attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32}
+LATENT: Entries = dict(
+    num_key_value_heads=4, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32,
+    v_head_dim=64, first_k_dense_replace=1)
+OF_LATENT = {
+    "attention.head_count_kv": 1, "attention.key_length": 64, "attention.value_length": 32,
+    "attention.key_length_mla": 64, "attention.value_length_mla": 64, "rope.dimension_count": 32,
+    "attention.kv_lora_rank": 32, "leading_dense_block_count": 1}
+GROUPS: Entries = dict(q_lora_rank=64, n_group=3, topk_group=2)
+OF_GROUPS = {"attention.q_lora_rank": 64, "expert_group_count": 3, "expert_group_used_count": 2}
+ROUTED: Entries = dict(
+    n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1,
+    n_group=1, topk_group=1, routed_scaling_factor=1.5)
+OF_ROUTED = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 64,
+             "expert_shared_count": 1, "expert_group_count": 1, "expert_group_used_count": 1,
+             "expert_weights_scale": 1.5}
+BY_SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "leading_dense_block_count": 1}
+EXPERTS: Entries = dict(num_experts=5, num_local_experts=5, num_experts_per_tok=2)
+OF_EXPERTS = {"expert_count": 5, "expert_used_count": 2}
+# K-quants have groups of 256 inputs
+WIDE: Entries = EXPERTS | dict(head_dim=64, hidden_size=256)
+OF_WIDE = OF_EXPERTS | {"expert_feed_forward_length": 256}
+SCALES: Entries = dict(embedding_multiplier=3.0, attention_multiplier=0.0625,
+                       residual_multiplier=0.5, logits_scaling=2.0)
+OF_SCALES = {"attention.scale": 0.0625, "embedding_scale": 3.0, "residual_scale": 0.5,
+             "logit_scale": 2.0}
+# of each model: `general.architecture`, the class, its config, and what the file says besides:
+# numbers, and names of the config
+MODELS: dict[str, tuple[str, str, Entries, Entries]] = {
+    "gemma": ("gemma", "Gemma", HEADS, {}),
+    "gemma 2": ("gemma2", "Gemma2", GEMMA | dict(
+        attn_logit_softcapping=5.0, final_logit_softcapping=3.0), CAPS),
+    "gemma 3": ("gemma3", "Gemma3Text", GEMMA | dict(num_hidden_layers=7), {}),
+    "gemma 3 scaled": ("gemma3", "Gemma3Text", GEMMA | dict(
+        num_hidden_layers=7, rope_parameters=SCALED, final_logit_softcapping=2.0), {
+        "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
+        "final_logit_softcapping": 2.0}),
+    "gemma 3n": ("gemma3n", "Gemma3nText", HALF | HEADS | OWN_HEAD | SMALL | dict(
+        laurel_rank=32, activation_sparsity_pattern=[0.95, 0.9, 0.0, 0.0]),
+        # files of 2025 do not say how logits are capped
+        OF_HALF | LOCAL_BASE | OF_SMALL | {
+        "altup.active_idx": 0, "altup.num_inputs": 4, "feed_forward_length": [128] * 4,
+        # of 0.95 and 0.9
+        "activation_sparsity_scale": [1.6448536, 1.2815516, -math.inf, -math.inf]}),
+    "gemma 4": ("gemma4", "Gemma4Text", GEMMA_4 | EQUAL, OF_GEMMA_4 | OF_EQUAL),
+    "gemma 4 small": ("gemma4", "Gemma4Text", GEMMA_4 | SMALL | dict(use_double_wide_mlp=True),
+                      OF_GEMMA_4 | OF_SMALL | {"feed_forward_length": [128, 128, 256, 256]}),
+    "gemma 4 experts": ("gemma4", "Gemma4Text", GEMMA_4 | EQUAL | dict(
+        enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=64),
+        OF_GEMMA_4 | OF_EQUAL | OF_EXPERTS | {"expert_feed_forward_length": 64}),
+    "phi 2": ("phi2", "Phi", PART, {}),
+    "phi 3": ("phi3", "Phi3", dict(sliding_window=9, original_max_position_embeddings=512), {}),
+    "phi 3 long": ("phi3", "Phi3", dict(
+        tie_word_embeddings=True, rope_parameters=LONG, original_max_position_embeddings=64), {
+        "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.5**0.5,
+        "attention.sliding_window": 0}),
+    "gpt 2": ("gpt2", "GPT2", dict(
+        n_inner=128, num_attention_heads=16, num_key_value_heads=16), {}),
+    "smollm3": ("smollm3", "SmolLM3", dict(rope_parameters=YARN), OF_YARN),
+    "arcee": ("arcee", "Arcee", dict(mlp_bias=True), {}),
+    "apertus": ("apertus", "Apertus", dict(rope_parameters=LOCAL), {}),
+    "granite": ("granite", "Granite", SCALES | dict(tie_word_embeddings=True), OF_SCALES),
+    "olmo": ("olmo", "Olmo", dict(clip_qkv=0.5), {"attention.clamp_kqv": 0.5}),
+    "olmo 2": ("olmo2", "Olmo2", {}, {}),
+    "olmo 3": ("olmo2", "Olmo3", WINDOW | dict(rope_parameters=dict(
+        full_attention=YARN, sliding_attention=LOCAL)), OF_YARN | OF_WINDOW | {
+        "rope.freq_base_swa": 1e5, "rope.scaling.yarn_attn_factor": 1.138629436111989}),
+    "exaone 3": ("exaone", "Llama", {}, {}),
+    "exaone 4": ("exaone4", "Exaone4", WINDOW | HEADS, OF_WINDOW),
+    "exaone 4 small": ("exaone4", "Exaone4", HEADS | dict(
+        sliding_window=None, layer_types=["full_attention"] * 2), {}),
+    "glm 4": ("glm4", "Glm4", PART | HEADS | dict(attention_bias=True), {}),
+    "command r": ("command-r", "Cohere", dict(use_qk_norm=True), {"logit_scale": "logit_scale"}),
+    "command r7b": ("cohere2", "Cohere2", WINDOW | dict(logit_scale=0.25), {"logit_scale": 0.25}),
+    "starcoder 2": ("starcoder2", "Starcoder2", dict(sliding_window=4096), {
+        "attention.sliding_window": None}),
+    "stablelm": ("stablelm", "StableLm", PART | dict(use_qkv_bias=True), {
+        "use_parallel_residual": False}),
+    "stablelm parallel": ("stablelm", "StableLm", PART | dict(use_parallel_residual=True), {
+        "use_parallel_residual": True}),
+    "nemotron": ("nemotron", "Nemotron", PART | dict(attention_bias=True, mlp_bias=True), {}),
+    "ernie": ("ernie4_5", "Ernie4_5", HEADS, {}),
+    "seed": ("seed_oss", "SeedOss", HEADS, {}),
+    "hunyuan": ("hunyuan-dense", "HunYuanDenseV1", HEADS, {}),
+    "ministral 3": ("mistral3", "Ministral3", HEADS | dict(rope_parameters=FAR), OF_YARN | {
+        "attention.temperature_scale": 0.25, "rope.scaling.yarn_log_multiplier": 0.5}),
+    "mistral small 3": ("mistral3", "Mistral", HEADS | dict(sliding_window=None), {}),
+    "qwen 2 vl": ("qwen2vl", "Qwen2", {}, {"rope.dimension_sections": [4, 6, 6, 0]}),
+    "qwen 3 vl": ("qwen3vl", "Qwen3", HEADS, {"rope.dimension_sections": [6, 5, 5, 0]}),
+    # with experts
+    "qwen 3 experts": ("qwen3moe", "Qwen3Moe", WIDE | dict(
+        moe_intermediate_size=256, norm_topk_prob=True), OF_WIDE),
+    "qwen 3 tied": ("qwen3moe", "Qwen3Moe", WIDE | dict(
+        moe_intermediate_size=256, norm_topk_prob=True, tie_word_embeddings=True), OF_WIDE),
+    "qwen 2 experts": ("qwen2moe", "Qwen2Moe", EXPERTS | dict(
+        moe_intermediate_size=64, shared_expert_intermediate_size=96), OF_EXPERTS | {
+        "expert_feed_forward_length": 64, "expert_shared_feed_forward_length": 96}),
+    "olmoe": ("olmoe", "Olmoe", WIDE | dict(intermediate_size=256, num_key_value_heads=4),
+              OF_EXPERTS),
+    "mixtral": ("llama", "Mixtral", EXPERTS | HEADS, OF_EXPERTS),
+    "granite experts": ("granitemoe", "GraniteMoe", SCALES | EXPERTS | dict(
+        tie_word_embeddings=True), OF_SCALES | OF_EXPERTS),
+    "granite shared": ("granitemoe", "GraniteMoeShared", SCALES | EXPERTS | OWN_HEAD | dict(
+        shared_intermediate_size=64), OF_SCALES | OF_EXPERTS | {
+        "expert_shared_feed_forward_length": 64}),
+    "ernie experts": ("ernie4_5-moe", "Ernie4_5_Moe", OWN_HEAD | dict(
+        moe_num_experts=5, moe_k=2, moe_intermediate_size=64, moe_num_shared_experts=2),
+        OF_EXPERTS | {
+        "expert_feed_forward_length": 64, "expert_shared_count": 2, "leading_dense_block_count": 1,
+        "interleave_moe_layer_step": 1}),
+    "hunyuan experts": ("hunyuan-moe", "HunYuanMoEV1", HEADS | dict(num_experts=5, moe_topk=2),
+                        OF_EXPERTS | {
+        "expert_feed_forward_length": 128, "expert_shared_feed_forward_length": 128,
+        "expert_shared_count": 1}),
+    "deepseek 2": ("deepseek2", "DeepseekV2", LATENT | ROUTED | dict(
+        q_lora_rank=None, topk_method="greedy", rope_parameters=LATENT_YARN),
+        OF_LATENT | OF_ROUTED | OF_LATENT_YARN),
+    "deepseek 2 groups": ("deepseek2", "DeepseekV2", LATENT | ROUTED | GROUPS | dict(
+        topk_method="group_limited_greedy"), OF_LATENT | OF_ROUTED | OF_GROUPS),
+    "deepseek 3": ("deepseek2", "DeepseekV3", LATENT | ROUTED | GROUPS | dict(
+        rope_parameters=LATENT_YARN),
+        OF_LATENT | OF_ROUTED | OF_GROUPS | OF_LATENT_YARN | BY_SIGMOID),
+    # its last layer guesses a further token
+    "glm 4.5": ("glm4moe", "Glm4Moe", ROUTED | HEADS | dict(
+        attention_bias=True, use_qk_norm=True, first_k_dense_replace=1), OF_ROUTED | BY_SIGMOID | {
+        "block_count": 3, "nextn_predict_layers": 1}),
+    "dots": ("dots1", "Dots1", ROUTED | HEADS | dict(
+        norm_topk_prob=True, first_k_dense_replace=1, sliding_window=None,
+        layer_types=["full_attention"] * 2), OF_ROUTED | BY_SIGMOID),
+    "k-exaone": ("exaone-moe", "ExaoneMoe", HALF | HEADS | dict(
+        num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, num_shared_experts=1,
+        routed_scaling_factor=1.5, first_k_dense_replace=1),
+        OF_HALF | OF_ROUTED | BY_SIGMOID | {
+        "expert_shared_feed_forward_length": 64, "rope.scaling.type": "none"}),
+    "minimax 2": ("minimax-m2", "MiniMaxM2", EXPERTS | HEADS | dict(
+        intermediate_size=64, rope_parameters=dict(
+            rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5)), OF_EXPERTS | {
+        "expert_gating_func": 2, "expert_feed_forward_length": 64})}
+# the types of matrices, in turn, where they are not Q8_0
+KINDS = {"qwen 3 experts": "Q4_K Q6_K Q8_0", "qwen 3 tied": "Q4_0", "qwen 2 experts": "Q5_0 Q4_1",
+         "olmoe": "Q5_K", "mixtral": "Q4_0 Q8_0"}
+# one for each kind of difference
+FAST = ("gemma 3 scaled", "gemma 4 small", "phi 3 long", "smollm3", "apertus", "granite", "olmo 3",
+        "glm 4", "command r7b", "starcoder 2", "ministral 3", "gpt 2", "qwen 3 experts", "mixtral",
+        "deepseek 3")
+SLOW: Any = dict(marks=pytest.mark.slow)
+PERMUTED = ("smollm3", "arcee", "granite", "olmo", "mistral3", "granitemoe", "llama")
+# of these, the converter adds 1 to norms
+ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
+EPSILONS = ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+# the names that checkpoints have where transformers has another, and those that have none
+OTHERS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.",
+          "layer_scalar": "layer_scalar.weight",
+          "correct_output_scale": "correct_output_scale.weight",
+          "mlp.e_score_correction_bias": "mlp.e_score_correction.bias",
+          "gate.e_score_correction_bias": "e_score_correction.bias",
+          "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"}
+NAMELESS = {"router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale"}
+# what stays in floating point
+FLOATS = ("norm", "router", "mlp.gate.", "bias", "_coefs", "wpe", "shared_expert_gate")
+
+
+def make(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    arch, kind, changes, _ = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**SIZES | changes)
+    own = "GPT2LMHeadModel" if arch == "gpt2" else f"{kind.removesuffix('Text')}ForCausalLM"
+    model = getattr(transformers, own)(config).eval()
+    for place, tensor in model.state_dict().items():
+        is_norm = ("norm" in place or "ln_" in place) and place.endswith(".weight")
+        is_one = is_norm and arch not in ADDED or place.endswith("scalar")
+        size = 0.3 if tensor.ndim == 1 else 0.15
+        # a number of an activation stays as it is
+        if tensor.ndim:
+            tensor.copy_(torch.randn_like(tensor) * size + is_one)
+    return model
+
+
+def parts(place: str, weight: Tensor, arch: str, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the file that have the numbers of a weight: views, in their order."""
+    module, _, own = place.rpartition(".")
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = heads.get(module.rpartition(".")[2]) if arch in PERMUTED else None
+    if count:
+        yield place, weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2)
+    elif place.endswith("kv_b_proj.weight"):
+        keys, values = weight.view(config.num_attention_heads, -1, weight.shape[1]).split(
+            [config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        yield place.replace("kv_b", "k_b"), keys.mT
+        yield place.replace("kv_b", "v_b"), values
+    elif own == "gate_up_proj" and arch != "gemma4":
+        for part, each in zip(("gate", "up"), weight.chunk(2, dim=1)):
+            yield f"{module}.{part}_proj.weight".replace("block_sparse_moe", "mlp"), each
+    elif own in ("gate_up_proj", "down_proj"):
+        yield f"{place}.weight".replace("block_sparse_moe", "mlp"), weight
+    elif "shared_mlp.input_linear" in place:
+        for part, each in zip(("gate", "up"), weight.chunk(2)):
+            yield place.replace("shared_mlp.input_linear", f"mlp.shared_expert.{part}_proj"), each
+    elif ".0.mlp.shared_expert_gate" in place:
+        # as some releases of the converter store it
+        yield place, weight[0]
+    else:
+        yield place, weight.T if arch == "gpt2" and ".c_" in place and weight.ndim == 2 else weight
+
+
+class Writer(gguf.GGUFWriter):
+    """Writes tensors as llama.cpp's converter; they get the dequantized numbers of the file."""
+
+    def __init__(self, path: Path, arch: str, count: int, kinds: list[str]) -> None:
+        super().__init__(path, arch)
+        known = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
+        self.names = gguf.get_tensor_name_map(known, count)
+        self.types = [gguf.GGMLQuantizationType[kind] for kind in kinds]
+        self.count = 0
+        # what is in one tensor, or in the header: three matrices; numbers of activations
+        self.matrices: dict[str, list[Tensor]] = {}
+        self.numbers: dict[str, list[float]] = {}
+
+    def own_name(self, place: str) -> str:
+        for given, other in NAMELESS.items():
+            if place.endswith(given):
+                return f"blk.{place.split('.')[2]}.{other}"
+        for given, other in OTHERS.items():
+            if place.endswith(given) or given.endswith(".") and given in place:
+                place = place.replace(given, other)
+        found = self.names.get_name(place, try_suffixes=(".weight", ".bias"))
+        assert found, place
+        return found
+
+    def put(self, place: str, weight: Tensor) -> None:
+        is_matrix = weight.ndim >= 2 and not any(each in place for each in FLOATS)
+        kind = self.types[self.count % len(self.types)] if is_matrix else (
+            gguf.GGMLQuantizationType.F32)
+        self.count += 1
+        added = np.float32(place.endswith("norm.weight") and self.arch in ADDED)
+        rows = weight.reshape(-1, weight.shape[-1]).numpy() + added
+        stored = in_gguf(rows, kind.name, self.count)
+        weight.copy_(torch.from_numpy(gguf.dequantize(stored, kind) - added).view(weight.shape))
+        # the halves of a head were reordered, its rows are one dimension again
+        shape = (-1,) if weight.ndim == 4 else weight.shape[:-1]
+        self.add_tensor(self.own_name(place), stored.reshape(*shape, stored.shape[-1]),
+                        raw_dtype=kind)
+
+    def put_all(self, place: str, weight: Tensor, config: Any) -> None:
+        if ".altup_" in place:
+            name, number, _ = place.rsplit(".", 2)
+            self.matrices[name] = [*self.matrices.get(name, []), weight]
+            if number == "2":
+                self.put(f"{name}.weight", together := torch.stack(self.matrices[name]))
+                for each, stored in zip(self.matrices[name], together):
+                    each.copy_(stored)
+        elif "act_fn." in place:
+            self.numbers.setdefault(f"xielu.{place.split('.')[-1]}", []).append(weight.item())
+        elif not (config.tie_word_embeddings and place == "lm_head.weight"):
+            for name, part in parts(place, weight, self.arch, config):
+                self.put(name, part)
+
+
+def entries_of(name: str, config: Any) -> Entries:
+    """What the file says, of all families and of its own."""
+    found, rope = dict(ENTRIES), getattr(config, "rope_parameters", None) or {}
+    if theta := rope.get("full_attention", rope).get("rope_theta"):
+        found["rope.freq_base"] = theta
+    size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+    found |= {"attention.key_length": size, "attention.value_length": size}
+    if "partial_rotary_factor" in rope:
+        found["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
+    if hasattr(config, "rms_norm_eps"):
+        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    else:
+        known = [getattr(config, each) for each in EPSILONS if hasattr(config, each)]
+        found["attention.layer_norm_epsilon"] = [*known, 1e-5][0]
+    found |= MODELS[name][3]
+    if not getattr(config, "sliding_window", None):
+        found["attention.sliding_window"] = MODELS[name][3].get("attention.sliding_window")
+    return found
+
+
+@torch.no_grad()
+def write(model: Any, name: str, path: Path, kinds: list[str], changes: Entries) -> None:
+    config = model.config
+    writer = Writer(path, MODELS[name][0], config.num_hidden_layers + 1, kinds)
+    entries = entries_of(name, config) | changes
+    add_entries(writer, config, {each: entries[each] for each in entries
+                                 if entries[each] is not None})
+    # numbers that are no weights, layers that guess, and the keys of a layer that has none of its
+    # own, as released checkpoints have them
+    more: dict[str, Any] = {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if writer.arch == "gemma4":
+        more["rope_freqs.weight"] = [1.0] * 8 + [1e30] * 24
+    for length in ("long", "short") if rope.get("rope_type") == "longrope" else ():
+        more[f"rope_factors_{length}.weight"] = rope[f"{length}_factor"]
+    if "nextn_predict_layers" in MODELS[name][3]:
+        more |= {"blk.2.nextn.eh_proj.weight": [[0.0] * 256] * 128,
+                 "blk.2.attn_norm.weight": [0.0] * 128}
+    if entries.get("attention.shared_kv_layers"):
+        more["blk.3.attn_k.weight"] = [[0.0] * 128] * 64
+    for place, numbers in more.items():
+        writer.add_tensor(place, np.array(numbers, np.float32))
+    for place, weight in model.state_dict().items():
+        writer.put_all(place, weight, config)
+    for entry, of_layers in writer.numbers.items():
+        writer.add_array(entry, of_layers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def make_file(tmp_path):
+    def made(name: str, kinds: str = "F32", changes: Any = ()) -> tuple[Path, Any]:
+        model = make(name)
+        write(model, name, path := tmp_path / "model.gguf", kinds.split(), dict(changes))
+        return path, model
+    return made
+
+
+@pytest.mark.parametrize("name, kinds", [
+    *(pytest.param(name, KINDS.get(name, "Q8_0"), **{} if name in FAST else SLOW)
+      for name in MODELS),
+    *(pytest.param(*each, **SLOW) for each in (
+        ("mixtral", "BF16"), ("gemma 3 scaled", "Q4_0"), ("phi 3", "Q4_0")))])
+def test_tokens_are_those_of_the_model(make_file, name, kinds):
+    """In a batch and alone. Weights stay packed, also those of experts and of fused projections;
+    but not those of a linear that the file has in two."""
+    path, model = make_file(name, kinds)
+    # the first chunk, and what follows it, are longer than a window
+    with LLM(path, **OPTIONS | dict(max_num_batched_tokens=24, max_num_seqs=2)) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        outputs += [llm.generate(each, GREEDY, use_tqdm=False)[0] for each in PROMPTS]
+        linears = {place: each for place, each in llm.engine.runner.model.layers.named_modules()
+                   if isinstance(each, torch.nn.Linear) and not any(part in place for part in (
+                       "kv_b_proj", "shared_mlp.gate_up", "mlp.gate.wg", *FLOATS))}
+    # GPT-2 has no linears
+    assert len(linears) >= 2 * model.config.num_hidden_layers or name == "gpt 2"
+    assert kinds == "BF16" or all(isinstance(each, QuantizedLinear) and each.is_quantized
+                                  for each in linears.values())
+    has_experts = any(".experts." in place for place in linears)
+    assert has_experts == ("expert_count" in MODELS[name][3])
+    found = [each.outputs[0].token_ids for each in outputs]
+    assert found == expected(model) * 2
+    # otherwise the layers would hardly matter
+    assert model.config.tie_word_embeddings or min(len({*each}) for each in found) > 2
+
+
+@pytest.mark.parametrize("name, kinds", [
+    *((name, KINDS[name]) for name in ("qwen 3 experts", "mixtral")), ("gpt 2", "F32"),
+    *(pytest.param(name, "F32", **SLOW) for name in MODELS)])
+def test_tokens_without_kernels(make_file, name, kinds):
+    path, model = make_file(name, kinds)
+    assert generated(path, kernels=False) == expected(model)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt 2"])
+def test_the_config_is_that_of_the_model(make_file, name):
+    """What llama.cpp's converter leaves out is known."""
+    path, model = make_file(name)
+    others = {"sliding_window_pattern", "per_layer_config", "vocab_size_per_layer_input"}
+    check_config(path, model, others, whole_rope="gemma" in name or name == "olmo 3")
+
+
+@pytest.mark.parametrize("name, found", [
+    ("blk.3.a.weight", "layers.3.b.c.weight"), ("a.weight", "b.c.weight"), ("a", "a"),
+    ("blk.3.a.scale", "layers.3.d"), ("blk.0.other.bias", "layers.0.other.bias")])
+def test_names_of_tensors(name, found):
+    assert names.plain_name(name, {"a": "b.c", "a.scale": "d"}) == found
+
+
+@pytest.mark.parametrize("name, found, left_out", [
+    ("glm 4.5", "layers.1.input_layernorm.weight", "layers.2.input_layernorm.weight"),
+    ("gemma 3n", "layers.1.self_attn.k_proj.weight", "layers.3.self_attn.k_proj.weight"),
+    ("gemma 4 small", "layers.1.self_attn.k_proj.weight", "layers.3.self_attn.k_proj.weight")])
+def test_tensors_that_are_left_out(make_file, name, found, left_out):
+    """Layers that guess, and keys that their layer does not use."""
+    path, _ = make_file(name)
+    table = Header([path]).table[str(path)]
+    assert found in table and left_out not in table
+
+
+def test_a_gate_of_one_row(make_file):
+    """A vector in the first layer, a matrix in the second."""
+    path, _ = make_file("qwen 2 experts")
+    files.write_folder([path], None, path.parent, has_tokenizer=False)
+    opened = files.open_gguf(path.parent, {"heads": {}, "norms": 0.0}, path)
+    for layer in range(2):
+        gate = opened[f"layers.{layer}.mlp.shared_expert_gate.weight"]
+        assert gate.read().shape == (1, 128) and gate.shape == [1, 128]
+
+
+@pytest.mark.parametrize("name, layers, scale", [
+    ("gemma 2", 46, 64), ("gemma 2", 45, 32), ("gemma 3", 62, 64), ("gemma 3", 61, 32)])
+def test_the_largest_models_scale_scores_in_another_way(make_file, name, layers, scale):
+    path, _ = make_file(name, changes={"attention.head_count": 2})
+    header = Header([path])
+    find = header.find
+    header.find = lambda each, default=None: (
+        layers if each.endswith(".block_count") else find(each, default))
+    assert header.config()["query_pre_attn_scalar"] == scale
+
+
+@pytest.mark.parametrize("count, groups", [(64, (1, 1)), (160, (8, 3)), (256, (8, 4)),
+                                           (384, (1, 1))])
+def test_groups_of_experts_that_an_old_file_does_not_name(make_file, count, groups):
+    path, _ = make_file("deepseek 3", changes={
+        "expert_count": count, "expert_group_count": None, "expert_group_used_count": None})
+    found = Header([path]).config()
+    assert (found["n_group"], found["topk_group"]) == groups
+
+
+def test_a_number_of_each_layer_that_is_missing(make_file):
+    path, _ = make_file("apertus")
+    header = Header([path])
+    del header.fields["xielu.eps"]
+    with pytest.raises(ValueError, match="the file's xielu.eps='0 numbers' .*'2 numbers'"):
+        header.family.changes(header)
+
+
+# YaRN's factor of cos and sin for texts that are 4 times as long
+FACTOR = float(np.float32(1 + 0.1 * math.log(4)))
+
+
+@pytest.mark.parametrize("name, entry, value, accepted", [
+    ("gemma 3", "attn_logit_softcapping", 3.0, [0]),
+    ("gemma 3n", "altup.active_idx", 1, [0]),
+    ("gemma 4", "attention.sliding_window_pattern", [True] * 4, [False]),
+    ("gemma 4", "feed_forward_length", [128, 256, 128, 128], [[128] * 4]),
+    ("gemma 4", "rope.scaling.type", "linear", ["none"]),
+    ("gemma 4", "rope.scaling.factor", 8.0, [1.0]),
+    ("gemma 4 experts", "expert_weights_scale", 2.0, [1, 0]),
+    ("phi 3", "final_logit_softcapping", 3.0, [0]),
+    ("phi 3", "rope.scaling.attn_factor", 1.5, [1]),
+    ("phi 3", "rope.scaling.factor", 2.0, [1.0]),
+    ("phi 3", "expert_count", 4, [0]),
+    ("granite", "rope.scaling.finetuned", False, [True]),
+    ("olmo 3", "rope.scaling.yarn_attn_factor", 2.0, [1.0, FACTOR]),
+    ("glm 4", "rope.dimension_sections", [8, 8, 8, 0], [None]),
+    ("glm 4", "nextn_predict_layers", 1, [0]),
+    ("command r7b", "rope.dimension_count", 16, [32]),
+    ("exaone 4", "attention.sliding_window_pattern", 0, "a number above 0, the same for all layer"),
+    ("ernie", "attention.scale", 0.5, [0]),
+    ("qwen 3 vl", "rope.dimension_count", 16, [32]),
+    ("qwen 3 experts", "expert_weights_scale", 2.5, [1, 0]),
+    ("qwen 2 experts", "expert_group_count", 4, [0, 1]),
+    ("mixtral", "expert_gating_func", 2, [1, 0]),
+    ("olmoe", "attention.clamp_kqv", 8.0, [0]),
+    ("deepseek 3", "expert_count", 0, "a number above 0, the same for all layers"),
+    ("deepseek 3", "attention.temperature_scale", 0.125, [0]),
+    ("deepseek 2", "expert_weights_norm", True, [False]),
+    ("dots", "expert_gating_func", 3, [2, 0]),
+    ("dots", "attention.key_length_swa", 16, [32]),
+    ("dots", "attention.sliding_window", 8, [0]),
+    ("minimax 2", "expert_gating_func", 1, [2, 0]),
+    ("granite experts", "expert_shared_count", 1, [0]),
+    ("hunyuan experts", "expert_feed_forward_length", 64, [128])])
+def test_what_a_family_does_not_have(make_file, name, entry, value, accepted):
+    path, _ = make_file(name, changes={entry: value})
+    shown = "[-1]=True" if value == [True] * 4 else f"={value!r}"
+    wanted = accepted if isinstance(accepted, str) else f"one of {accepted}"
+    message = f"model={str(path)!r}: the file's {entry}{shown} is not accepted: it must be {wanted}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        LLM(path)
+
+
+def test_the_engine_says_that_it_has_no_such_model(make_file):
+    """The message has the name of the file, not of the folder that is made of it."""
+    path, _ = make_file("phi 3")
+    with pytest.raises(ValueError, match=f"^model='{path}' .* model_impl='transformers'"):
+        LLM(path, model_impl="native")
