@@ -149,6 +149,7 @@ ALWAYS = {*FILES} & {
     "models.explain", "models.generation_config", "running.guards", "running.metrics",
     "running.shared_steps", "running.strict", "running.threads",
     "sampling.texts"}
+
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work
 # (lm_eval's registry takes a model once in a process)
@@ -156,14 +157,10 @@ SLOW = ["running.tensor_parallel", "tools.lm_eval"]
 
 
 def asked_without(deleted: str, are_all: bool) -> list[str]:
-    """The features that are asked for without one: all, or those that it concerns, and of the
-    others every eighth, such that each is asked for without every eighth feature."""
-    if deleted == "nothing":
-        return [name for name in CASES if are_all or name not in SLOW]
-    place = [*FILES].index(deleted)
-    return [feature for number, feature in enumerate(CASES)
-            if deleted in (feature, *NEEDS.get(feature, ())) or (
-                feature not in SLOW and (are_all or (number + place) % 8 == 0))]
+    """The features that are asked for without one: those that it concerns, or all."""
+    are_all |= deleted == "nothing"
+    return [feature for feature in CASES
+            if deleted in (feature, *NEEDS.get(feature, ())) or (are_all and feature not in SLOW)]
 
 
 # Each folder has the packages without one file. They are imported anew from each, in one process.
@@ -242,12 +239,14 @@ print(json.dumps(found))
 """
 
 
-def find(tiny, bundled, tmp_path_factory, are_all: bool) -> dict:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)],
+                ids=["itself", "all"])
+def found(request, tiny, bundled, tmp_path_factory) -> dict:
     """What went wrong without each of them, and what each case imports."""
     folders = {}
-    asked = {deleted: asked_without(deleted, are_all) for deleted in ["nothing", *FILES]}
+    asked = {deleted: asked_without(deleted, request.param) for deleted in ["nothing", *FILES]}
     names = [name for name in CASES if name not in SLOW]
-    asked["imported"] = ["", *names[::1 if are_all else 4]]
+    asked["imported"] = ["", *names[::1 if request.param else 4]]
     # of all folders: a file is compiled once. Without its source, no bytecode is found
     bytecode = tmp_path_factory.mktemp("bytecode")
     for number, deleted in enumerate(["nothing", *FILES]):
@@ -272,16 +271,6 @@ def find(tiny, bundled, tmp_path_factory, are_all: bool) -> dict:
     return json.loads(result.stdout)
 
 
-@pytest.fixture(scope="module")
-def found(tiny, bundled, tmp_path_factory) -> dict:
-    return find(tiny, bundled, tmp_path_factory, are_all=False)
-
-
-@pytest.fixture(scope="module")
-def all_found(tiny, bundled, tmp_path_factory) -> dict:
-    return find(tiny, bundled, tmp_path_factory, are_all=True)
-
-
 def test_each_has_a_case():
     assert {*FILES} <= {*ALL_CASES}
 
@@ -303,55 +292,20 @@ def test_no_test_imports_those_of_a_feature():
 
 @pytest.mark.parametrize("deleted", ["nothing", *FILES])
 def test_one_is_deleted(found, deleted):
-    """What it concerns, and some others: each is asked for without an eighth of the features."""
     assert not found[deleted]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("deleted", FILES)
-def test_all_others_work_without_one(all_found, deleted):
-    assert not all_found[deleted]
-
-
-def check_imported(imported: dict) -> None:
-    assert {*imported.pop("")} == ALWAYS
-    for feature, others in imported.items():
-        # an unknown keyword can be one of vLLM's; tools give no number of blocks
-        known = {"tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
+# an unknown keyword can be one of vLLM's; tools give no number of blocks
+ALSO_IMPORTED = {"tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
                  "models.transformers_models": {"models.own_layers", "models.experts"},
-                 "models.own_layers": {"models.experts"},
-                 "models.experts": {"models.own_layers"}}
-        # what lacks its package is not imported
-        itself = {feature} - ({"tools.lm_eval"} & REFUSED.keys())
-        needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS
-        assert {*others} - known.get(feature, set()) == needed, feature
+                 "models.own_layers": {"models.experts"}, "models.experts": {"models.own_layers"}}
 
 
 def test_only_what_is_asked_for_is_imported(found):
-    check_imported(found["imported"])
-
-
-@pytest.mark.slow
-def test_no_feature_imports_others(all_found):
-    check_imported(all_found["imported"])
-
-
-@pytest.mark.needs("sampling.logprobs", "sampling.constraints")
-def test_no_extension_is_imported_before_it_is_asked_for(bundled):
-    """But for what checks every call and observes every step."""
-    script = """if True:
-        import sys
-        from nanoengine import LLM, SamplingParams
-        def extensions():
-            return {name for name in sys.modules if name.count(".") == 2
-                    and name.startswith("nanoengine_extras.") and ".cpu." not in name}
-        with LLM(MODEL) as llm:
-            llm.generate("12 + 34 =", use_tqdm=False)
-            assert extensions() == {f"nanoengine_extras.{name}" for name in ALWAYS}
-            llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
-        asked_for = ALWAYS | {"sampling.logprobs", "sampling.constraints"}
-        assert extensions() == {f"nanoengine_extras.{name}" for name in asked_for}"""
-    always = ALWAYS | {"running.memory"}
-    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(always))
-    done = run_in_fork(script)
-    assert done.returncode == 0, done.stderr
+    imported = found["imported"]
+    assert {*imported.pop("")} == ALWAYS
+    for feature, others in imported.items():
+        # what lacks its package is not imported
+        itself = {feature} - ({"tools.lm_eval"} & REFUSED.keys())
+        needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS
+        assert {*others} - ALSO_IMPORTED.get(feature, set()) == needed, feature

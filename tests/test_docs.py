@@ -46,8 +46,8 @@ DOCUMENTS = [*ROOT.glob("*.md"), ROOT / "tests" / "README.md",
 # these have tests of their own, which look closer at what their snippets do
 RUN_ELSEWHERE = {"docs/recipes.md": "test_recipes.py",
                  "docs/policies.md": "features/test_policies.py",
-                 "nanoengine_extras/cpu/README.md": "cpu/test_library.py",
-                 "nanoengine_extras/gpu/README.md": "gpu_kernels/test_triton_library.py"}
+                 "nanoengine_extras/cpu/README.md": "test_libraries.py",
+                 "nanoengine_extras/gpu/README.md": "test_libraries.py"}
 OTHERS = [file for file in DOCUMENTS
           if file not in CHAPTERS and str(file.relative_to(ROOT)) not in RUN_ELSEWHERE]
 # a module of the lab may have been imported before it is started

@@ -8,7 +8,7 @@ It finds nano-vllm (github.com/GeeeekExplorer/nano-vllm) in the folder .nano of 
 
 256 prompts of 100 to 1024 random tokens, 100 to 1024 new ones each, temperature 0.6, EOS ignored
 (its bench.py, seed 0). A warm-up with other lengths comes first. A repetition has other tokens, so
-that no prefix cache helps. Neither engine makes text. REHEARSAL=1: a tiny model on a CPU, eager.
+that no prefix cache helps. Neither engine makes text. REHEARSAL=1: ours with a tiny model on a CPU.
 """
 import argparse
 import json
@@ -115,18 +115,14 @@ def run_nano(args) -> None:
     import torch.distributed as dist
     # 1. no network: a store in this process in place of tcp://localhost:2333
     init = dist.init_process_group
-    kind = "gloo" if DRY else "nccl"
     dist.init_process_group = lambda *_, world_size, rank, **others: init(
-        kind, store=dist.HashStore(), world_size=world_size, rank=rank)
+        "nccl", store=dist.HashStore(), world_size=world_size, rank=rank)
     # 2. no tokenizer: prompts are token ids, and text costs it no time
     transformers.AutoTokenizer.from_pretrained = lambda *_, **others: SimpleNamespace(
         eos_token_id=151_645, decode=lambda ids: "", encode=lambda text: [1])
-    if DRY:
-        import nano_on_cpu  # noqa: F401
     from nanovllm import LLM, SamplingParams
     began = time.perf_counter()
-    llm = LLM(str(FOLDER), enforce_eager=DRY or bool(args.eager),
-              max_model_len=200 if DRY else 4096)
+    llm = LLM(str(FOLDER), enforce_eager=bool(args.eager), max_model_len=4096)
     config = llm.model_runner.config
     assert config.hf_config.dtype == DTYPE, config.hf_config.dtype
     print(f"made in {time.perf_counter() - began:.1f} s: {config.num_kvcache_blocks} blocks, "

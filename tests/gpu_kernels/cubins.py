@@ -1,17 +1,17 @@
 """Compiles the kernels for GPUs that are not here, and prints what the compiler says of them.
 
-    python tests/gpu_kernels/cubins.py             # all models; several minutes
-    python tests/gpu_kernels/cubins.py Qwen3-0.6B any
+    python tests/gpu_kernels/cubins.py             # several minutes
 
-For each kernel, with the shapes that a model gives it: registers of a thread, bytes that it spills,
-shared memory of a program, and how many programs a multiprocessor holds at once.
+A line of JSON for each kernel, with the shapes that a model gives it, and each GPU: registers of a
+thread, the bytes that it spills, and the shared memory of a program.
 """
 
 import inspect
 import io
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from nanoengine_extras.gpu import attention, norms, sampling  # noqa: E402
 
-# registers and threads of a multiprocessor, its shared memory and that of a program, in bytes; the
-# most programs (NVIDIA, CUDA C++ Programming Guide, table of compute capabilities)
-GPUS = {80: (65_536, 2048, 164 * 1024, 163 * 1024, 32),
-        90: (65_536, 2048, 228 * 1024, 227 * 1024, 32),
-        120: (65_536, 1536, 100 * 1024, 99 * 1024, 24)}
-NAMES = {80: "A100", 90: "H100", 120: "RTX 5090"}
+# A100, H100, RTX 5090
+GPUS = 80, 90, 120
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
          torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
 
@@ -53,9 +49,8 @@ MODELS = {
     "Qwen3-0.6B": Model(1024, 3072, 16, 8, 128, True, None),
     "Llama-3-8B": Model(4096, 14336, 32, 8, 128, False, None),
     "Qwen2.5-7B": Model(3584, 18944, 28, 4, 128, False, None),
-    "Mistral-7B": Model(4096, 14336, 32, 8, 128, False, 4096)}
-# head dims, soft caps and sinks that these models do not have
-OTHERS = {
+    "Mistral-7B": Model(4096, 14336, 32, 8, 128, False, 4096),
+    # head dims, soft caps and sinks that these models do not have
     "head_dim 64": Model(2048, 8192, 32, 8, 64, False, None),
     "head_dim 80": Model(2560, 6912, 32, 32, 80, False, None),
     "head_dim 256": Model(2048, 8192, 16, 1, 256, False, None),
@@ -151,27 +146,16 @@ def source_of(launch: Launch) -> ASTSource:
 
 
 def compiled(launch: Launch, arch: int) -> dict[str, int]:
-    """Returns the compiler's figures: registers, spilled and shared bytes, and the occupancy."""
+    """Returns the compiler's figures: registers, spilled and shared bytes."""
     triton.runtime.driver.set_active(NoGPU(arch))
     triton.knobs.compilation.always_compile = True
     triton.knobs.nvidia.dump_ptxas_log = True
     with redirect_stdout(io.StringIO()) as printed:
         kernel = triton.compile(source_of(launch), GPUTarget("cuda", arch, 32), launch.options)
     log = printed.getvalue()
-    registers = int(re.findall(r"Used (\d+) registers", log)[0])
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
-    threads = 32 * kernel.metadata.num_warps
-    all_registers, most_threads, shared_memory, of_program, programs = GPUS[arch]
-    # a warp gets registers in parts of 256, a program shared memory in parts of 128 and 1 KiB more
-    of_warp = -(-registers * 32 // 256) * 256
-    shared = kernel.metadata.shared
-    assert shared <= of_program
-    taken = -(-shared // 128) * 128 + 1024
-    held = min(programs, most_threads // threads, shared_memory // taken,
-               all_registers // of_warp // kernel.metadata.num_warps)
-    return {"registers": registers, "spilled": spilled, "shared": shared,
-            "programs": held, "threads": threads,
-            "occupancy": 100 * held * threads // most_threads}
+    return {"registers": int(re.findall(r"Used (\d+) registers", log)[0]),
+            "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+            "shared": kernel.metadata.shared}
 
 
 class NoGPU:
@@ -213,62 +197,22 @@ def kernels_of_sampling(dtype: torch.dtype) -> dict[str, Launch]:
     return dict(zip(names, launches_of(run)))
 
 
-def rows(chosen: list[str]) -> Iterator[str]:
-    """Yields a row of the table for each kernel and GPU. chosen: names of models, empty for all."""
+def main() -> None:
     # models share some kernels
     known: dict[str, dict[str, int]] = {}
-    all_launches = {(name, dtype): kernels_of(model, dtype)
-                    for name, model in (MODELS | OTHERS).items()
-                    for dtype in (torch.bfloat16, torch.float32)}
     for dtype in (torch.bfloat16, torch.float32):
-        all_launches["any", dtype] = kernels_of_sampling(dtype)
-    if unknown := {*chosen} - {name for name, _ in all_launches}:
-        sys.exit(f"{unknown} is not known: it can be {[*MODELS, *OTHERS, 'any']}")
-    for (model_name, dtype), launches in all_launches.items():
-        if chosen and model_name not in chosen:
-            continue
-        for kernel, launch in launches.items():
-            is_attention = kernel.startswith("attention") or kernel == "join"
-            # the rest is shown for models only
-            if not is_attention and model_name in OTHERS:
-                continue
+        launches = {(name, kernel): launch for name, model in MODELS.items()
+                    for kernel, launch in kernels_of(model, dtype).items()}
+        launches |= {("any", kernel): launch
+                     for kernel, launch in kernels_of_sampling(dtype).items()}
+        for (model_name, kernel), launch in launches.items():
+            source = source_of(launch)
             for arch in GPUS:
-                source = source_of(launch)
                 key = str((source.signature, source.constants, launch.options, kernel, arch))
                 if key not in known:
                     known[key] = compiled(launch, arch)
-                figures = known[key]
-                yield (f"| {model_name} | {str(dtype)[6:]} | {kernel} | sm_{arch} | "
-                       "{threads} | {registers} | {spilled} | {shared:,} | {programs} | "
-                       "{occupancy} % |".format(**figures))
-
-
-HEAD = """# What the compiler says of the Triton kernels
-
-Triton {triton} has compiled the kernels of nanoengine_extras.gpu, without a GPU, to machine code
-for three
-generations of GPUs: {gpus}.
-Nothing here was measured on one.
-
-*Spilled*: bytes of a thread's numbers that did not fit its registers. *Shared*: bytes of shared
-memory of a program (a block of threads). *Programs*: how many a multiprocessor holds at once, by
-registers, threads and shared memory; *occupancy*: which share of its threads that is. Attention
-computes prompts (4 of 2,048 tokens), a chunk of 8,192 tokens beside 255 decodes (*mixed*), decodes
-(256 sequences) and decodes with split keys (one sequence); *join* adds the splits up. *Norm*
-includes the residual sum, and *heads* are norm (Qwen3), rotation and the storing of K and V.
-*Radix* and *keep* are those of top-p sampling, and *draw* adds weights up and picks tokens,
-for 256 rows of 151,936 logits.
-
-| model | dtype | kernel | GPU | threads | registers | spilled | shared | programs | occupancy |
-| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-"""
-
-
-def main() -> None:
-    gpus = ", ".join(f"sm_{arch} (such as an {NAMES[arch]})" for arch in GPUS)
-    print(HEAD.format(triton=triton.__version__, gpus=gpus), end="")
-    for row in rows(sys.argv[1:]):
-        print(row, flush=True)
+                names = {"model": model_name, "dtype": str(dtype)[6:], "kernel": kernel}
+                print(json.dumps(names | {"arch": arch} | known[key]), flush=True)
 
 
 if __name__ == "__main__":
