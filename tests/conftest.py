@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 # What takes longest comes first, so that both processes have work to the end: as a rule, a large
-# file. Kernels that several files need are compiled in the first two, which have no shape in common.
+# file. Kernels that several files need are compiled in the first two: they share no shape.
 FIRST = ["test_paged_attention", "test_gpu_path", "test_deletable", "test_docs", "test_bench"]
 
 

@@ -44,20 +44,14 @@ def run_once(manager: BlockManager, token_ids: list[int]) -> Sequence:
     return seq
 
 
-def test_a_prompt_of_k_full_blocks_hits_k_minus_1():
-    manager = BlockManager(20, 16)
-    run_once(manager, range(64))
-    again = make(range(64))
-    assert allocate(manager, again)
-    assert again.num_computed_tokens == 48 and again.num_uncomputed_tokens == 16
-
-
-@pytest.mark.parametrize("length, cached", [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+@pytest.mark.parametrize("length, cached", [
+    (15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (64, 48)])
 def test_at_least_one_token_is_computed(length, cached):
     manager = BlockManager(20, 16)
     run_once(manager, range(length))
     again = make(range(length))
     assert allocate(manager, again) and again.num_computed_tokens == cached
+    assert again.num_uncomputed_tokens == length - cached
 
 
 def test_hashes_are_chained():
@@ -67,6 +61,8 @@ def test_hashes_are_chained():
     assert manager.find_shared(other) == []
     assert len(manager.find_shared(make([1, 2, 3, 4, 9, 6, 7, 8, 9]))) == 1
     assert len(manager.find_shared(make([1, 2, 3, 4, 5, 6, 7, 8, 7, 7]))) == 2
+    # for 64 bits, prefixes with the same hash are known
+    assert all(len(found) == 16 for found, _ in manager.blocks_by_hash)
 
 
 def test_a_hit_compares_the_tokens_too(monkeypatch):
@@ -80,42 +76,6 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
         found = manager.find_shared(make(tokens))
         assert [manager.hash_of_block[block][1] for block in found] == [
             array("i", tokens[:4]).tobytes()]
-
-
-def twin_of_xxh64(token_ids: list[int]) -> list[int]:
-    """16 other ids: with any 8 bytes before, and any behind, they have the same xxh64.
-
-    Of 32 bytes at a time, xxh64 mixes each 8 into a sum of their own: what one 8 have changed, the
-    8 that come next in this sum can undo.
-    """
-    first, second, mask = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 2**64 - 1
-
-    def mix(total: int, word: int) -> int:
-        total = total + word * second & mask
-        return (total << 31 | total >> 33) * first & mask
-
-    words = array("Q", array("i", token_ids).tobytes())
-    # the second of four sums; before the block there are 8 bytes
-    changed = words[:]
-    changed[0] ^= 1
-    before, after = mix(second, words[0]), mix(second, changed[0])
-    changed[4] = words[4] + (before - after) * pow(second, -1, 2**64) & mask
-    return array("i", changed.tobytes()).tolist()
-
-
-def test_no_known_collision_of_a_prefix_is_a_hit():
-    """xxh64 alone would find the second block behind a first one that is another."""
-    manager = BlockManager(20, 16)
-    prefix, block = [*range(100, 116)], [*range(16)]
-    other = twin_of_xxh64(prefix)
-    hashes = {xxhash.xxh64_digest(bytes(8) + array("i", tokens).tobytes())
-              for tokens in (prefix, other)}
-    assert prefix != other and len(hashes) == 1
-    run_once(manager, [*prefix, *block, 1])
-    run_once(manager, [*other, 1])
-    assert len(manager.find_shared(make([*prefix, *block, 1]))) == 2
-    assert len(manager.find_shared(make([*other, *block, 1]))) == 1
-    assert all(len(found) == 16 for found, _ in manager.blocks_by_hash)
 
 
 def test_shared_blocks_are_counted():

@@ -1,6 +1,6 @@
 """What the GPU path costs, counted on a GPU that is not there (`fake_gpu.py`), at real shapes.
 
-Kernels and bytes of a step, memory of graphs, pinned memory: each has a limit.
+Kernels of a step, memory of graphs, pinned memory: each has a limit.
 """
 
 import json
@@ -15,11 +15,9 @@ import torch
 from conftest import random_prompts
 from fake_gpu import HAS_TRITON, FakeGpu
 
-from nanoengine import LLM, SamplingParams, sampler
+from nanoengine import LLM, SamplingParams
 from nanoengine.cuda_graphs import padded
-from nanoengine.kernels import kernels
-from nanoengine.sequence import Batch, Row, Sequence
-from nanoengine.step_inputs import Draws, draws_of
+from nanoengine.sequence import Batch
 from nanoengine_extras.models import dummy
 from nanoengine_extras.running.tensor_parallel import RankRunner
 
@@ -27,9 +25,8 @@ CONFIG = Path(__file__).parent.parent / "models" / "qwen3-0.6b" / "config.json"
 PLAIN = dict(load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512,
              max_num_seqs=16, num_kv_blocks=40, run_ahead=False, device="cuda")
 NUM_SEQS, LENGTH, VOCABULARY = 16, 50, 8192
-# in bytes, for a layer of Qwen3-0.6B: its weights, and K and V of a token
+# in bytes, of a layer of Qwen3-0.6B
 WEIGHTS = 2 * (1024 * 4096 + 2048 * 1024 + 1024 * 6144 + 3072 * 1024 + 2 * 1024 + 2 * 128)
-OF_TOKEN = 2 * 2 * 8 * 128
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +52,10 @@ def folder(tmp_path_factory):
     return make
 
 
-def decode_step(folder: str, params: dict[str, Any], **options: Any) -> list[tuple[str, int]]:
+def decode_step(folder: str, params: dict[str, Any], library: bool = HAS_TRITON) -> list[str]:
     """The kernels of one decode step."""
-    library = options.pop("library", HAS_TRITON)
     with FakeGpu(num_bytes=2**33, library=library) as gpu:
-        with LLM(folder, **PLAIN | dict(enforce_eager=True) | options) as llm:
+        with LLM(folder, **PLAIN | dict(enforce_eager=True)) as llm:
             llm.add(random_prompts([LENGTH - 2] * NUM_SEQS),
                     SamplingParams(max_tokens=8, ignore_eos=True, **params))
             for _ in range(3):
@@ -68,59 +64,23 @@ def decode_step(folder: str, params: dict[str, Any], **options: Any) -> list[tup
             return gpu.kernels
 
 
-@pytest.mark.parametrize("library, backend, most", [
-    (True, "flash-attn", 9), pytest.param(True, "triton", 9, marks=pytest.mark.slow),
-    (False, "flash-attn", 61)])
-def test_kernels_and_bytes_of_a_layer(folder, library, backend, most):
-    if library and not HAS_TRITON:
-        pytest.skip("Triton is not installed")
-    one, two = (decode_step(folder(num_layers), dict(temperature=0), library=library,
-                            attention_backend=backend) for num_layers in (1, 2))
-    of_layer = Counter(name for name, _ in two) - Counter(name for name, _ in one)
-    assert 9 <= sum(of_layer.values()) <= most, of_layer
-    num_bytes = sum(count for _, count in two) - sum(count for _, count in one)
-    least = WEIGHTS + NUM_SEQS * LENGTH * OF_TOKEN
-    assert least < num_bytes < (1.05 if library else 2.5) * least
+@pytest.mark.parametrize("library, most", [(HAS_TRITON, 9), (False, 61)])
+def test_kernels_of_a_layer(folder, library, most):
+    one, two = (Counter(decode_step(folder(num_layers), dict(temperature=0), library=library))
+                for num_layers in (1, 2))
+    assert 9 <= (two - one).total() <= most, two - one
 
 
 @pytest.mark.parametrize("params, most", [
-    ({}, 1.5), (dict(top_k=20, top_p=0.95), 24), (dict(top_p=0.95), 24), (dict(min_p=0.1), 15)],
+    ({}, 10), (dict(top_k=20, top_p=0.95), 20), (dict(top_p=0.95), 20), (dict(min_p=0.1), 20)],
     ids=str)
-def test_bytes_of_sampling(folder, params, most):
-    """In float32 matrices of logits, each read or written; nothing sorts all logits.
-
-    Without the library it would be 15, 41, 42 and 18 of them.
-    """
+def test_kernels_of_sampling(folder, params, most):
+    """Few of them; nothing sorts all logits."""
     if not HAS_TRITON:
         pytest.skip("Triton is not installed")
     launched = decode_step(folder(1), dict(temperature=0.6, **params))
-    (start,) = [place for place, (name, _) in enumerate(launched) if name == "aten::mm"][-1:]
-    # without the weights of lm_head
-    moved = sum(count for _, count in launched[start + 1:])
-    matrix = NUM_SEQS * VOCABULARY * 4
-    assert matrix < moved < most * matrix, (moved / matrix, launched[start + 1:])
-    assert not {"aten::sort"} & {name for name, _ in launched[start:]}
-
-
-def test_plain_sampling_of_a_vocabulary_of_152k():
-    """At most 0.2 GB for 256 rows, where a float32 matrix would be 0.16 GB; few launches."""
-    if not HAS_TRITON:
-        pytest.skip("Triton is not installed")
-    rows, size = 16, 151_936
-    logits = torch.randn(rows, size).bfloat16()
-    params = SamplingParams(temperature=0.6)
-    seqs = [Sequence("", [1], 1, 9, params, seed=n) for n in range(rows)]
-    draws = torch.tensor([draws_of(Row(0, seq, 1)) for seq in seqs], dtype=torch.float64).T
-    pending = torch.zeros(1, dtype=torch.int32)
-    expected = sampler.sample(logits, Draws(*draws), seqs, pending, {})
-    with FakeGpu() as gpu:
-        inputs = logits.to("cuda"), Draws(*draws.contiguous().to("cuda")), seqs, pending.to("cuda")
-        gpu.reset_counters()
-        found = sampler.sample(*inputs, {}, kernels("cuda"))
-        moved = sum(count for _, count in gpu.kernels)
-        assert not gpu.host_reads and len(gpu.kernels) <= 10, gpu.kernels
-        assert torch.equal(found.cpu(), expected)
-    assert 2 * logits.nbytes < moved < 0.2e9 * rows / 256
+    behind = launched[len(launched) - launched[::-1].index("aten::mm"):]
+    assert len(behind) <= most and "aten::sort" not in behind, behind
 
 
 def test_graphs_keep_no_logits_and_their_warm_up_reads_one_key(folder):
@@ -131,9 +91,10 @@ def test_graphs_keep_no_logits_and_their_warm_up_reads_one_key(folder):
         assert {hidden.shape[1:] for hidden in kept} == {(1024,)}
         inputs = [step.buffer.nbytes for _, step, _ in runner.graphs.captured.values()]
         assert sum(inputs) < 10_000 and gpu.num_graphs == len(kept)
-        read = [count for name, count in gpu.kernels if name == "decode_kernel"]
-        # queries and results, and for each sequence K and V of one key
-        assert len(read) == len(kept) and max(read) < 16 * (2 * 2 * 2048 + 2 * OF_TOKEN)
+        # the first runs, of sequences with one key
+        assert gpu.kernels.count("decode_kernel") == len(kept)
+        for _, step, _ in runner.graphs.captured.values():
+            assert {*step.lengths.tolist()} == {1}
 
 
 def test_pinned_memory_is_as_large_as_asked_for(folder):

@@ -29,39 +29,24 @@ DTYPE = torch.bfloat16
 
 
 def make() -> None:
-    """Writes config.json and model.safetensors, with the names of transformers' checkpoints."""
-    from safetensors.torch import save_file
+    """Writes config.json and model.safetensors, with random weights."""
+    import transformers
     config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())
     if DRY:
         config |= dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, head_dim=32,
-                       num_attention_heads=4, num_key_value_heads=2, vocab_size=10_001)
+                       num_attention_heads=4, num_key_value_heads=2, vocab_size=10_001,
+                       layer_types=["full_attention"] * 2)
     # both names: nano-vllm reads `config.dtype`
     config["dtype"] = config["torch_dtype"] = str(DTYPE).removeprefix("torch.")
-    size, inner, dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
-    queries, keys = (dim * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def drawn(*shape):
-        numbers = torch.empty(shape, dtype=torch.float32, device=DEVICE)
-        return numbers.uniform_(-0.03, 0.03, generator=generator).to("cpu", DTYPE)
-
-    tensors = {"model.embed_tokens.weight": drawn(config["vocab_size"], size)}
-    for layer in range(config["num_hidden_layers"]):
-        for name, shape in {
-                "self_attn.q_proj": (queries, size), "self_attn.k_proj": (keys, size),
-                "self_attn.v_proj": (keys, size), "self_attn.o_proj": (size, queries),
-                "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size),
-                "mlp.down_proj": (size, inner)}.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = drawn(*shape)
-        for name, length in {"input_layernorm": size, "post_attention_layernorm": size,
-                             "self_attn.q_norm": dim, "self_attn.k_norm": dim}.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(length, dtype=DTYPE)
-    tensors["model.norm.weight"] = torch.ones(size, dtype=DTYPE)
-    FOLDER.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    # on a CPU, to draw them takes long
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen3Config(**config), dtype=DTYPE)
+    model.save_pretrained(FOLDER)
+    # as it was, not as transformers writes it now
     (FOLDER / "config.json").write_text(json.dumps(config))
-    save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    print(f"== {num_bytes / 2**20:,.0f} MiB of weights")
+    print(f"== {sum(each.nbytes for each in model.parameters()) / 2**20:,.0f} MiB of weights")
 
 
 def workload(args, number: int) -> tuple[list[list[int]], list[int]]:

@@ -65,7 +65,7 @@ CALL1 = [
                                       " and not dropped or float32_is_exact")),
      Step("batches", 105, tests("every_batch_size or dropped or drawn_tokens", "--maxfail=6")),
      Step("sampler", 105, tests("draws_on_the_gpu or edited_rows or wait_for_nothing"
-                                " or every_logits_processor")),
+                                )),
      Step("features", 105, tests("preemption_chunks or weights_on_the_host or a_trace"
                                  " or autocast or current_device")),
      Step("transformers", 105, tests("logits_are_those or transformers_computes or experts_in")),
