@@ -71,8 +71,7 @@ ALL_CASES = {
                         ".close()",
     "tools.prometheus": "text = extension('tools.prometheus').as_text(llm.metrics(), 'm')\n"
                         "assert 'nanoengine:' in text",
-    "models.quantized": "with_option = LLM(model, quantization='int8', **options); "
-                 "assert run(with_option).token_ids; with_option.close()",
+    "models.quantized": "assert tokens_with(quantization='int8')",
     "tools.reasoning": "from nanoengine_extras.tools.openai_format import Body\n"
                  "body = Body('/v1/chat/completions', '1')\n"
                  "body.read({'messages': [{'role': 'user', 'content': 'a'}]}, texts)\n"
@@ -82,17 +81,14 @@ ALL_CASES = {
              "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"
              "assert extension('tools.serve').Server(texts, flags).app().routes",
     "running.shared_steps": "with llm.turn(): pass",
-    "sampling.speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
-                   "assert run(with_option).token_ids == tokens; with_option.close()",
+    "sampling.speculation": "assert tokens_with(speculation='prompt-lookup') == tokens",
     "running.strict": "SamplingParams(temperatur=1)",
     "sampling.structured_outputs": "assert run(texts, 'a', structured_outputs="
                           "{'regex': '[0-9]+'}).text"
                           ".isdigit()",
-    "running.swapping": "with_option = LLM("
-                "model, preemption_mode='swap', swap_space=0.01, **options); "
-                "assert run(with_option).token_ids == tokens; with_option.close()",
-    "running.tensor_parallel": "with_option = LLM(model, tensor_parallel_size=2, **options); "
-                       "assert run(with_option).token_ids == tokens; with_option.close()",
+    "running.swapping": "found = tokens_with(preemption_mode='swap', swap_space=0.01)\n"
+                        "assert found == tokens",
+    "running.tensor_parallel": "assert tokens_with(tensor_parallel_size=2) == tokens",
     "tools.terminal": "import contextlib, io, runpy, sys\n"
                 "sys.argv = ['nanoengine', '1 + 1 =', '--model', bundled, '--max-tokens', '2']\n"
                 "with contextlib.redirect_stdout(io.StringIO()):\n"
@@ -100,8 +96,7 @@ ALL_CASES = {
     "running.threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
     "tools.tool_calls": "extension('tools.tool_calls').check({'tools': [{'type': 'function'}]})",
     "sampling.texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
-    "models.transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
-                           "assert run(with_option).token_ids == tokens; with_option.close()",
+    "models.transformers_models": "assert tokens_with(model_impl='transformers') == tokens",
     "tools.vllm": "import nanoengine_extras.tools.vllm"}
 # what says no where everything is there, and in which words
 REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
@@ -187,6 +182,10 @@ def begin(folder, case="texts"):
         params = SamplingParams(temperature=0, max_tokens=4, **params)
         prompt = prompt if isinstance(prompt, str) else [*prompt]
         return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+
+    def tokens_with(**more):
+        with LLM(model, **options, **more) as other:
+            return run(other).token_ids
 
     llm = LLM(model, **options)
     texts = LLM(bundled, **options) if "texts" in case else None

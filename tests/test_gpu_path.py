@@ -9,8 +9,10 @@ import dataclasses
 import gc
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +24,9 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine.cuda_graphs import widths
+from nanoengine.cuda_graphs import padded, widths
 from nanoengine.model_runner import ModelRunner
+from nanoengine.sequence import Batch
 from nanoengine.step_inputs import Launched, StepInputs
 
 Patch = pytest.MonkeyPatch
@@ -347,30 +350,28 @@ def edited_and_plain(name: str) -> tuple[list, list]:
     return [PROMPTS[number % len(PROMPTS)] for number in range(len(params))], params
 
 
-def check_errors(name: str, outputs: list) -> None:
-    has_failed = any(output.outputs[0].finish_reason == "error" for output in outputs)
-    assert has_failed == (name == "processors"), tokens_of(outputs)
+def check_everywhere(engines: Engines, folder: str, name: str, prompts: Any, params: Any,
+                     may_read: bool = False) -> list:
+    """The tokens with graphs, eager, and in float32; returns those outputs."""
+    expected = engines.reference(folder, name, prompts, params)
+    for enforce_eager in (False, True):
+        engine = engines.get(folder, enforce_eager=enforce_eager, run_ahead=True)
+        check_same(engine.generate(prompts, params), expected)
+        if not may_read:
+            check_no_host_reads(engine.gpu)
+    outputs = engines.get(folder, **EXACT, run_ahead=True).generate(prompts, params)
+    on_cpu = engines.reference(folder, name, prompts, params, **EXACT, device="cpu")
+    assert tokens_of(outputs) == tokens_of(on_cpu)
+    return [expected, outputs]
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_sampling_parameters(engines, tiny, enforce_eager, name):
-    prompts, params = edited_and_plain(name)
-    engine = engines.get(tiny, enforce_eager=enforce_eager, run_ahead=True)
-    outputs = engine.generate(prompts, params)
-    check_same(outputs, engines.reference(tiny, name, prompts, params))
-    check_errors(name, outputs)
-    if name == "edited":
-        check_no_host_reads(engine.gpu)
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_sampling_parameters_are_as_on_a_cpu(engines, tiny, name):
-    prompts, params = edited_and_plain(name)
-    on_gpu = engines.get(tiny, **EXACT, run_ahead=True).generate(prompts, params)
-    on_cpu = engines.get(tiny, **EXACT, device="cpu").generate(prompts, params)
-    assert tokens_of(on_gpu) == tokens_of(on_cpu)
-    check_errors(name, on_gpu)
+def test_sampling_parameters(engines, tiny, name):
+    is_edited = name == "edited"
+    for outputs in check_everywhere(
+            engines, tiny, name, *edited_and_plain(name), may_read=not is_edited):
+        has_failed = any(output.outputs[0].finish_reason == "error" for output in outputs)
+        assert has_failed != is_edited, tokens_of(outputs)
 
 
 def test_bad_words_and_stop_strings(engines, bundled):
@@ -380,26 +381,13 @@ def test_bad_words_and_stop_strings(engines, bundled):
               SamplingParams(seed=1, max_tokens=12),
               SamplingParams(seed=2, max_tokens=12, stop=["a"]),
               SamplingParams(seed=3, max_tokens=12, bad_words=["was"])]
-    engine = engines.get(bundled, run_ahead=True)
-    expected = engines.reference(bundled, "words", prompts, params)
-    check_same(engine.generate(prompts, params), expected)
-    on_gpu = engines.get(bundled, **EXACT, run_ahead=True).generate(prompts, params)
-    on_cpu = engines.get(bundled, **EXACT, device="cpu").generate(prompts, params)
-    assert tokens_of(on_gpu) == tokens_of(on_cpu)
+    check_everywhere(engines, bundled, "words", prompts, params)
 
 
-@pytest.mark.parametrize("options", [
-    dict(enforce_eager=False), dict(enforce_eager=True), EXACT, EXACT | dict(device="cpu")],
-    ids=["graphs", "eager", "float32", "cpu"])
-def test_forks(engines, tiny, options):
+def test_forks(engines, tiny):
     """n > 1: in one step more rows are sampled than there are sequences."""
     params = [SamplingParams(n=1 + n % 4, seed=n, max_tokens=7) for n in range(7)]
-    engine = engines.get(tiny, run_ahead=True, **options)
-    like = {} if engine.llm.config.dtype == "bfloat16" else EXACT
-    expected = engines.reference(tiny, "forks", PROMPTS, params, **like, max_num_seqs=4)
-    assert tokens_of(engine.generate(PROMPTS, params)) == tokens_of(expected)
-    if "dtype" not in options:
-        check_no_host_reads(engine.gpu)
+    check_everywhere(engines, tiny, "forks", PROMPTS, params)
 
 
 def search(engine: Engine) -> list:
@@ -552,6 +540,121 @@ def test_nan_ends_the_request_that_drew_it_and_no_other(engines, broken, enforce
     for completion in completions:
         has_failed = completion.finish_reason == "error"
         assert has_failed == (max(completion.token_ids[:4]) >= 250)
+
+
+# ------------------------------------------------------------------------------ what it costs
+
+
+def decode_step(folder: str, library: bool = HAS_TRITON, **params: Any) -> list[str]:
+    """The kernels of one decode step."""
+    engine = make_engine(folder, enforce_eager=True, run_ahead=False, library=library)
+    with engine.gpu:
+        engine.llm.add(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True, **params))
+        for _ in range(3):
+            engine.gpu.reset_counters()
+            engine.llm.step()
+    return engine.gpu.kernels
+
+
+@pytest.mark.parametrize("library", [HAS_TRITON, False])
+def test_kernels_of_a_layer(make_model, tiny, library):
+    one = make_model(num_hidden_layers=1)[0]
+    more = (Counter(decode_step(tiny, library, temperature=0))
+            - Counter(decode_step(one, library, temperature=0)))
+    assert 9 <= more.total() <= (9 if library else 61), more
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("params, most", [
+    ({}, 10), (dict(top_k=20, top_p=0.95), 20), (dict(top_p=0.95), 20), (dict(min_p=0.1), 20)],
+    ids=str)
+def test_kernels_of_sampling(tiny, params, most):
+    """Few of them; nothing sorts all logits."""
+    launched = decode_step(tiny, temperature=0.6, **params)
+    behind = launched[len(launched) - launched[::-1].index("aten::mm"):]
+    assert len(behind) <= most and "aten::sort" not in behind, behind
+
+
+def test_graphs_keep_no_logits_and_their_warm_up_reads_one_key(tiny):
+    engine = make_engine(tiny)
+    captured = engine.llm.engine.runner.graphs.captured.values()
+    assert [hidden.shape for *_, hidden in captured] == [(size, 64) for size in (8, 4, 2, 1)]
+    assert sum(step.buffer.nbytes for _, step, _ in captured) < 10_000
+    # in each layer, outside of graphs
+    assert engine.gpu.num_graphs == 4 and engine.gpu.kernels.count("decode_kernel") == 2 * 4
+    with engine.gpu:
+        assert {length for _, step, _ in captured for length in step.lengths.tolist()} == {1}
+
+
+def test_pinned_memory_is_as_large_as_asked_for(tiny):
+    """PyTorch's own allocator would take the next power of two."""
+    for asked in (dict(preemption_mode="swap", swap_space=5 / 1024), dict(cpu_offload_gb=1e-9)):
+        engine = make_engine(tiny, enforce_eager=True, **asked)
+        with engine.gpu:
+            layer = engine.llm.engine.runner.model.layers[0]
+            num_bytes = sum(each.nbytes for each in layer.parameters())
+            most = 5 * 2**20 if "swap_space" in asked else num_bytes
+            assert 0.7 * most < engine.gpu.pinned_bytes.total() <= 1.05 * most + 1000
+            engine.llm.close()
+            assert engine.gpu.pinned_bytes.total() == 0
+
+
+def test_a_trace_holds_no_pinned_memory(tiny):
+    engine = make_engine(tiny, trace=True)
+    engine.generate(PROMPTS, GREEDY)
+    assert len(engine.llm.trace) >= 5
+    for step in engine.llm.trace:
+        assert not any(isinstance(value, torch.Tensor) for value in vars(step).values())
+        assert len(step.tokens) == len(step.batch.sampled)
+        assert all(type(token) is int for token in step.tokens)
+
+
+def test_another_rank_does_not_wait_for_its_inputs(tiny):
+    """A message is in memory that is not pinned."""
+    from nanoengine_extras.running.tensor_parallel import RankRunner
+    done = SimpleNamespace(wait=lambda: None)
+    engine = make_engine(tiny)
+    runner = engine.llm.engine.runner
+    runner.group = SimpleNamespace(
+        backend=SimpleNamespace(broadcast=lambda tensors: done), finish=lambda work: work.wait())
+    batch = padded(Batch(), 4)
+    with engine.gpu:
+        buffer, shape = runner.prepare(batch)
+        engine.gpu.reset_counters()
+        RankRunner.follow(runner, batch.copies, buffer.clone().numpy(), shape)
+    assert engine.gpu.num_replays == 1 and not engine.gpu.host_reads
+
+
+@pytest.mark.slow
+def test_graphs_are_destroyed_before_the_ranks_end(tiny):
+    """NCCL waits for graphs that use its communicator; also without a call of `close`."""
+    order = []
+
+    class Graph:
+        def __del__(self) -> None:
+            order.append("graph")
+
+    for is_closed in (True, False):
+        llm = LLM(tiny, tensor_parallel_size=2, dtype="float32", block_size=16, num_kv_blocks=100)
+        runner = llm.engine.runner
+        runner.graphs.captured["shape"] = Graph()
+        close = runner.ranks.close
+        runner.ranks.close = lambda close=close: (order.append("ranks"), close())
+        assert isinstance(runner.end, weakref.finalize) and runner.end.atexit
+        del runner
+        if is_closed:
+            llm.close()
+        del llm
+        assert order == ["graph", "ranks"]
+        order.clear()
+
+
+def test_ranks_need_the_first_gpu_as_the_current_one(tiny, monkeypatch):
+    """Rank 1 takes GPU 1: two ranks would share it."""
+    for name, value in dict(is_available=True, device_count=2, current_device=1).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with pytest.raises(ValueError, match=r"torch.cuda.current_device\(\)=1 .* 0 with several"):
+        LLM(tiny, tensor_parallel_size=2, device="cuda", dtype="float32")
 
 
 # ---------------------------------------------------------------------- faults, put in on purpose

@@ -690,10 +690,3 @@ def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
                                 **options) == []
         assert run_reserved([20, 20, 20], kv_allocation="on-demand", preemption_mode=mode,
                             **options) != []
-
-
-@pytest.mark.needs("running.policies")
-def test_only_overtaking_makes_a_sequence_give_way_that_holds_all_it_needs_and_only_once():
-    for max_waiting, preempted in ((9, []), (0, [0, 1]), (1, [0, 1]), (2, [])):
-        assert run_reserved([20, 7, 7], kv_allocation="reserve", scheduling=overtaking(
-            max_waiting=max_waiting)) == preempted

@@ -159,9 +159,10 @@ def test_attention_may_be_left_out():
 def test_attention_can_have_a_soft_cap_and_sinks(options):
     """If its backend heeds them, too."""
     step = make_step([1, 9, 1], [0, 0, 0], 16)
-    # scores are above the cap
-    x, angles = torch.randn(11, HIDDEN) * 8, torch.rand(2, 11, 1, HEAD_DIM // 2)
+    x, angles = torch.randn(11, HIDDEN), torch.rand(2, 11, 1, HEAD_DIM // 2)
     model = Model(torch.float32, has_norms=False)
+    # scores are above the cap
+    model.input_layernorm.weight.mul_(8)
     give_caches(model, step, torch.float32, zeros)
     usual = model(x, angles, step, slice(None))
     vars(model.self_attn).update(options, backend=lambda *inputs: plain_attention(
@@ -171,7 +172,7 @@ def test_attention_can_have_a_soft_cap_and_sinks(options):
     optimize(model)
     give_caches(model, step, torch.float32, empty_cache)
     found = model(x, angles, step, slice(None))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert (found - usual).abs().max() > 1e-3
 
 
