@@ -11,14 +11,13 @@ from transformers import LlamaConfig, Qwen3Config
 
 from cpu.reference import (
     BF16, F32, NO_NORMS, Step, make_step, norm_and_rotate, plain_attention, random_cache,
-    random_norms, to_tiles)
+    random_norms)
 from fake_gpu import FakeGpu
 from nanoengine import LLM, SamplingParams, attention, kernels as seams
 from nanoengine.attention import (
-    BACKENDS, Backend, backends, choose_backend, gather_attention, make_caches)
+    BACKENDS, Backend, backends, choose_backend, gather_attention)
 from nanoengine.features import optional
 from nanoengine.model import Attention
-from nanoengine_extras.cpu import optimize
 
 # adds rows to the table, if it is there
 optional("nanoengine_extras.running.backends")
@@ -97,27 +96,6 @@ def test_kernels_of_others_against_plain_torch(
     flash = ["decode_kernel"] * (num_tokens[0] == 1) + ["varlen_kernel"] * (max(num_tokens) > 1)
     called = [name for name in gpu.kernels if name in ("decode_kernel", "varlen_kernel")]
     assert called == (flash if backend == "flash-attn" else ["varlen_kernel"])
-
-
-@pytest.mark.parametrize("norms", [NO_NORMS, random_norms(32, F32)])
-def test_a_cpu_has_the_same_attention_in_place_of_the_model_s(norms):
-    """The inputs are those of a step of the engine, the cache is the engine's."""
-    torch.manual_seed(0)
-    step = make_step([1, 9, 1], [40, 3, 0], 16)
-    cache = random_cache(2, 32, 16, step, F32)
-    x, angles = torch.randn(11, 8 * 32), torch.rand(2, 11, 1, 16)
-    outs = []
-    for backend in ("gather", "numba"):
-        layer = make_layer(2, 2, 32, 30, norms)
-        layer.cache, layer.backend = cache.clone(), BACKENDS[backend].attend
-        if backend == "numba":
-            config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=2, head_dim=32)
-            caches = make_caches(config, len(cache[0]), 16, F32, "cpu", BACKENDS[backend])
-            layer.cache = to_tiles(cache, caches[0])
-            optimize(layer)
-        outs.append(layer(x, angles, step, torch.tensor([0, 5, 10])))
-    assert type(layer) is not Attention and outs[0].shape == (3, 4 * 32)
-    torch.testing.assert_close(*outs, atol=3e-6, rtol=3e-6)
 
 
 @pytest.fixture

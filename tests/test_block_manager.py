@@ -78,21 +78,6 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
             array("i", tokens[:4]).tobytes()]
 
 
-def test_shared_blocks_are_counted():
-    manager = BlockManager(20, 4)
-    sequences = [compute(manager, make([1, 2, 3, 4, 5, 6, 7, 8, number])) for number in range(3)]
-    check(manager, sequences)
-    assert manager.num_free_blocks == 20 - 2 - 3
-    shared = sequences[0].block_table[:2]
-    assert all(seq.block_table[:2] == shared for seq in sequences)
-    assert [manager.ref_counts[block] for block in shared] == [3, 3]
-    for left, seq in enumerate(list(sequences), start=1):
-        manager.deallocate(seq)
-        check(manager, sequences[left:])
-        assert manager.ref_counts[shared[0]] == 3 - left
-    assert manager.num_free_blocks == 20
-
-
 def test_the_tail_is_freed_and_so_evicted_first():
     manager = BlockManager(4, 4)
     run_once(manager, range(16))
@@ -113,24 +98,6 @@ def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_o
     assert len(manager.find_shared(make([1] * 9))) == 2
 
 
-def test_a_freed_block_is_revived():
-    manager = BlockManager(10, 4)
-    first = run_once(manager, range(9))
-    assert manager.num_free_blocks == 10 and len(manager.free.keys() & manager.hash_of_block) == 2
-    again = compute(manager, make(range(9)))
-    assert list(again.block_table[:2]) == list(first.block_table[:2])
-    assert manager.num_free_blocks == 7 and not manager.free.keys() & manager.hash_of_block
-    check(manager, [again])
-
-
-def test_a_matched_block_is_not_evicted_by_the_same_allocation():
-    manager = BlockManager(4, 4)
-    run_once(manager, range(8))  # two cached blocks, two blank ones
-    seq = compute(manager, make([*range(8), *range(50, 58)]))
-    assert seq.num_tokens == 16 and len(set(seq.block_table)) == 4
-    check(manager, [seq])
-
-
 def test_a_failed_allocation_changes_nothing():
     manager = BlockManager(4, 4)
     run_once(manager, range(8))
@@ -141,34 +108,6 @@ def test_a_failed_allocation_changes_nothing():
     assert repr((manager.free, manager.ref_counts, manager.hash_of_block)) == state
     assert not too_long.block_table and too_long.num_computed_tokens == 0
     check(manager, [holder])
-
-
-def test_two_blocks_with_the_same_tokens_one_evicted_the_other_still_found():
-    manager = BlockManager(8, 4)
-    first, second = make([1, 2, 3, 4, 5]), make([1, 2, 3, 4, 5])
-    assert allocate(manager, first) and allocate(manager, second)  # neither is registered yet
-    for seq in (first, second):
-        manager.register(seq, 5)
-        seq.num_computed_tokens = 5
-    check(manager, [first, second])
-    manager.deallocate(first)
-    filler = make(range(50, 50 + 4 * manager.num_free_blocks))
-    assert allocate(manager, filler), "takes every free block, the first twin among them"
-    assert manager.find_shared(make([1, 2, 3, 4, 9])) == [second.block_table[0]]
-    check(manager, [second, filler])
-
-
-def test_a_whole_last_block_is_computed_again_into_a_twin_that_is_found_as_well():
-    manager = BlockManager(8, 4)
-    first, second = compute(manager, make(range(8))), make(range(8))
-    assert allocate(manager, second) and second.num_computed_tokens == 4
-    assert second.block_table[0] == first.block_table[0]
-    assert second.block_table[1] != first.block_table[1]
-    manager.register(second, 8)
-    second.num_computed_tokens = 8
-    check(manager, [first, second])
-    assert set(manager.blocks_by_hash[second.block_hashes[1]]) == {
-        first.block_table[1], second.block_table[1]}
 
 
 def test_forks_share_whole_blocks_and_copy_the_last():
@@ -188,28 +127,6 @@ def test_forks_share_whole_blocks_and_copy_the_last():
     for child in children:
         assert child.num_computed_tokens == 300 and child.block_hashes == parent.block_hashes
         assert child.block_hashes is not parent.block_hashes
-
-
-def test_a_fork_of_whole_blocks_copies_nothing():
-    manager = BlockManager(4, 4)
-    parent = compute(manager, make(range(8)))
-    child = parent.fork(token_ids=[*range(8), 9])
-    assert allocate(manager, child, parent) and len(child.block_table) == 3
-    assert child.block_table[:2] == parent.block_table
-    assert manager.take_copies().copy_on_write == {}
-    check(manager, [parent, child])
-
-
-def test_resetting_forgets_hashes_but_not_blocks_in_use():
-    manager = BlockManager(10, 4)
-    run_once(manager, range(9))
-    user = compute(manager, make(range(50, 59)))
-    manager.forget(list(manager.blocks_by_hash))
-    check(manager, [user])
-    assert manager.find_shared(make(range(9))) == manager.find_shared(make(range(50, 59))) == []
-    manager.deallocate(user)
-    check(manager, [])
-    assert manager.num_free_blocks == 10
 
 
 def test_without_prefix_caching_nothing_is_found():

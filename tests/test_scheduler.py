@@ -500,15 +500,14 @@ def test_random_workloads(monkeypatch):
     monkeypatch.setattr(BlockManager, "_hash", checked_hash)
     combinations = [dict(zip(POLICIES, values)) for values in itertools.product(*POLICIES.values())]
     totals: Counter[str] = Counter()
-    for seed in range(500):
-        totals.update(run_workload(seed, **combinations[seed % len(combinations)]))
+    for seed, policies in enumerate(combinations):
+        totals.update(run_workload(seed, **policies))
     # the workloads are worth something only if all of this happened, and often
     for name in ("recompute_preemptions", "swap_preemptions", "shared_blocks", "swap_in_blocks",
                  "copy_on_write_blocks"):
-        assert totals[name] > 500, name
-    assert totals["prefix_cache_hits"] > 5000
-    assert totals["recomputed_tokens"] > 5000
-    assert totals["errors"] > 200 and totals["scored"] > 5000 and totals["ways_made"] > 200
+        assert totals[name] > 300, name
+    assert totals["prefix_cache_hits"] > 3000 and totals["recomputed_tokens"] > 3000
+    assert totals["errors"] > 100 and totals["scored"] > 3000 and totals["ways_made"] > 100
 
 
 def test_searches_always_go_on():
@@ -551,22 +550,6 @@ def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
         assert not scheduler.has_unfinished()
         scheduler.add(make_sequence([1] * 60, 4, n=2))
         run_to_end(scheduler)
-
-
-def test_mixed_decodes_first_and_gives_the_rest_of_the_budget_to_a_prompt():
-    scheduler = make_scheduler(40, 4, 4, 8, scheduling="mixed")
-    first = make_sequence([1, 2, 3], 20)
-    scheduler.add(first)
-    scheduler.postprocess(scheduler.schedule(), [1])
-    second = make_sequence([2] * 15, 2)
-    scheduler.add(second)
-    chunks = []
-    while second.num_computed_tokens < 15:
-        batch = scheduler.schedule()
-        assert batch.sequences == [first, second] and batch.num_tokens[0] == 1
-        chunks.append(batch.num_tokens[1])
-        scheduler.postprocess(batch, [1] * len(batch.sampled))
-    assert chunks == [7, 7, 1]
 
 
 def test_mixed_decodes_of_forks_do_not_wait_behind_a_prompt_in_chunks():
