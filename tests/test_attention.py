@@ -79,6 +79,8 @@ def test_gathered_keys_against_plain_torch(
 def test_kernels_of_others_against_plain_torch(
         backend, kv_heads, group_size, head_dim, block_size, window, num_tokens):
     """On a GPU that is not there, which checks what they are called with. Pages are of 256."""
+    if backend == "varlen" and torch.__version__ < "2.12":
+        pytest.skip("PyTorch's varlen kernel takes block tables from 2.12 on")
     torch.manual_seed(0)
     step = make_step(num_tokens, COMPUTED, 256)
     cache = random_cache(kv_heads, head_dim, 256, step, BF16)
