@@ -6,7 +6,6 @@ A line of JSON for each kernel, with the shapes that a model gives it, and each 
 thread, the bytes that it spills, and the shared memory of a program.
 """
 
-import inspect
 import io
 import json
 import re
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -29,8 +27,8 @@ from nanoengine_extras.gpu import attention, norms, sampling  # noqa: E402
 
 # A100, H100, RTX 5090
 GPUS = 80, 90, 120
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-         torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
+KERNELS = {(module, name): getattr(module, name) for module in (norms, attention, sampling)
+           for name in vars(module) if name.endswith("_kernel")}
 
 
 class Model(NamedTuple):
@@ -59,46 +57,47 @@ MODELS = {
     "gpt-oss-20b": Model(2880, 2880, 64, 8, 64, False, 128, has_sinks=True)}
 
 
-class Launch(NamedTuple):
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, Any]
+class NoGPU:
+    """The driver of a machine without a GPU: all that compiling asks of it."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        # for each, Triton keeps what it has compiled
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-class Recorder:
-    """Stands in for a kernel: it notes how it is launched."""
+class Compiled:
+    """Stands in for a kernel: a launch only compiles it, and is told of the result.
 
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+    note: is called with the kernel's name, what the compiler has made, and what it has printed.
+    """
+
+    def __init__(self, kernel: Any, note: Callable[[str, Any, str], None]) -> None:
         self.kernel = kernel
-        self.launches = launches
+        self.note = note
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:
-            names = inspect.signature(self.kernel.fn).parameters
-            options = dict(options)
-            own = {name: options.pop(name) for name in [*options] if name in names}
-            self.launches.append(
-                Launch(self.kernel, dict(zip(names, arguments)) | own, options))
+            with redirect_stdout(io.StringIO()) as printed:
+                made = self.kernel.warmup(*arguments, grid=(1,), **options)
+            self.note(self.kernel.fn.__name__, made, printed.getvalue())
         return launch
 
 
-def launches_of(run: Callable[[], Any]) -> list[Launch]:
-    """Returns all launches of some of the library's functions, on an H100."""
-    launches: list[Launch] = []
-    kernels = {(module, name): getattr(module, name) for module in (norms, attention, sampling)
-               for name in vars(module) if name.endswith("_kernel")}
-    for (module, name), kernel in kernels.items():
-        setattr(module, name, Recorder(kernel, launches))
-    cores = attention.num_cores
+def compile_only(arch: int, note: Callable[[str, Any, str], None] = lambda *_: None) -> None:
+    """From now on, kernels are compiled for this GPU, and not launched."""
+    triton.runtime.driver.set_active(NoGPU(arch))
     attention.num_cores = lambda device: 132  # type: ignore
-    try:
-        with torch.device("meta"):
-            run()
-    finally:
-        attention.num_cores = cores
-        for (module, name), kernel in kernels.items():
-            setattr(module, name, kernel)
-    return launches
+    for (module, name), kernel in KERNELS.items():
+        setattr(module, name, Compiled(kernel, note))
 
 
 def run_layer(model: Model, dtype: torch.dtype, kind: str) -> None:
@@ -124,95 +123,35 @@ def run_layer(model: Model, dtype: torch.dtype, kind: str) -> None:
     norms.swiglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
 
 
-def source_of(launch: Launch) -> ASTSource:
-    """What a launch compiles: types, constants, and which arguments are multiples of 16."""
-    signature, constants, attributes = {}, {}, {}
-    for number, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        is_tensor = isinstance(value, torch.Tensor)
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name] = "constexpr"
-            constants[number,] = value
-        elif is_tensor:
-            signature[parameter.name] = TYPES[value.dtype]
-        else:
-            is_int = isinstance(value, int)
-            signature[parameter.name] = ("i64" if value >= 2**31 else "i32") if is_int else "fp32"
-        is_fixed = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        if signature[parameter.name] != "constexpr" and is_fixed:
-            if is_tensor or (isinstance(value, int) and value % 16 == 0):
-                attributes[number,] = [["tt.divisibility", 16]]
-    return ASTSource(launch.kernel, signature, constants, attributes)
+def run_sampling(dtype: torch.dtype) -> None:
+    """All models share it; draws are from logits of a dtype."""
+    numbers = torch.empty(2, 256, dtype=torch.float64)
+    sampling.draw(torch.empty(256, 151_936, dtype=dtype), *numbers)
+    draws = SimpleNamespace(min_p=numbers[0], top_k=numbers[0], top_p=numbers[0])
+    sampling.truncate(torch.empty(256, 151_936), draws, {"top_p"}, [0])
 
 
-def compiled(launch: Launch, arch: int) -> dict[str, int]:
-    """Returns the compiler's figures: registers, spilled and shared bytes."""
-    triton.runtime.driver.set_active(NoGPU(arch))
+def main(models: dict[str, Model] = MODELS) -> None:
     triton.knobs.compilation.always_compile = True
     triton.knobs.nvidia.dump_ptxas_log = True
-    with redirect_stdout(io.StringIO()) as printed:
-        kernel = triton.compile(source_of(launch), GPUTarget("cuda", arch, 32), launch.options)
-    log = printed.getvalue()
-    return {"registers": int(re.findall(r"Used (\d+) registers", log)[0]),
-            "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
-            "shared": kernel.metadata.shared}
+    for arch in GPUS:
+        for dtype in (torch.bfloat16, torch.float32):
+            for name, model in models.items():
+                def note(kernel: str, made: Any, log: str) -> None:
+                    # it is empty for a kernel that another model has, too
+                    if log:
+                        print(json.dumps({
+                            "model": name, "dtype": str(dtype)[6:],  # noqa: B023
+                            "kernel": kernel.removesuffix("_kernel"), "arch": arch,  # noqa: B023
+                            "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
+                            "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+                            "shared": made.metadata.shared}), flush=True)
 
-
-class NoGPU:
-    """The driver of a machine without a GPU: all that compiling asks of it."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def kernels_of(model: Model, dtype: torch.dtype) -> dict[str, Launch]:
-    """Returns the launches of a layer by name: attention has one for each kind of step."""
-    found = {}
-    for kind in ("prompt", "mixed", "decode", "split"):
-        for launch in launches_of(lambda: run_layer(model, dtype, kind)):  # noqa: B023
-            name = launch.kernel.fn.__name__.removesuffix("_kernel")
-            found[f"{name}, {kind}" if name == "attention" else name] = launch
-    return found
-
-
-def kernels_of_sampling(dtype: torch.dtype) -> dict[str, Launch]:
-    """Returns the launches that all models share; draws are from logits of a dtype."""
-    def run() -> None:
-        numbers = torch.empty(2, 256, dtype=torch.float64)
-        sampling.draw(torch.empty(256, 151_936, dtype=dtype), *numbers)
-        if dtype == torch.float32:
-            draws = SimpleNamespace(min_p=numbers[0], top_k=numbers[0], top_p=numbers[0])
-            sampling.truncate(torch.empty(256, 151_936), draws, {"top_p"}, [0])
-
-    names = ("draw, sums", "draw, pick", "radix, first", "radix", "radix", "keep")
-    return dict(zip(names, launches_of(run)))
-
-
-def main() -> None:
-    # models share some kernels
-    known: dict[str, dict[str, int]] = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        launches = {(name, kernel): launch for name, model in MODELS.items()
-                    for kernel, launch in kernels_of(model, dtype).items()}
-        launches |= {("any", kernel): launch
-                     for kernel, launch in kernels_of_sampling(dtype).items()}
-        for (model_name, kernel), launch in launches.items():
-            source = source_of(launch)
-            for arch in GPUS:
-                key = str((source.signature, source.constants, launch.options, kernel, arch))
-                if key not in known:
-                    known[key] = compiled(launch, arch)
-                names = {"model": model_name, "dtype": str(dtype)[6:], "kernel": kernel}
-                print(json.dumps(names | {"arch": arch} | known[key]), flush=True)
+                compile_only(arch, note)
+                with torch.device("meta"):
+                    for kind in ("prompt", "mixed", "decode", "split"):
+                        run_layer(model, dtype, kind)
+                    run_sampling(dtype)
 
 
 if __name__ == "__main__":

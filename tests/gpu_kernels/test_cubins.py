@@ -28,16 +28,11 @@ def run(script: str) -> list:
 
 def test_all_kernels_compile_and_none_spills():
     figures = run("import cubins; cubins.main()")
-    found = {(each["model"], each["dtype"], each["arch"], each["kernel"]) for each in figures}
-    kernels = ["norm", "swiglu", "heads", "join",
-               *(f"attention, {kind}" for kind in ("prompt", "mixed", "decode", "split"))]
-    models = ("Qwen3-0.6B", "Llama-3-8B", "Qwen2.5-7B", "Mistral-7B")
-    of_models = itertools.product(models, ("bfloat16", "float32"), (80, 90, 120), kernels)
-    assert found >= {*of_models}
-    draws = ("draw, sums", "draw, pick")
-    assert found >= {*itertools.product(["any"], ("bfloat16", "float32"), (80, 90, 120), draws)}
-    truncations = ("radix, first", "radix", "keep")
-    assert found >= {*itertools.product(["any"], ["float32"], (80, 90, 120), truncations)}
+    found = {(each["dtype"], each["arch"], each["kernel"]) for each in figures}
+    kernels = ("attention", "draw", "heads", "join", "keep", "norm", "radix", "swiglu")
+    assert found >= {*itertools.product(("bfloat16", "float32"), (80, 90, 120), kernels)} - {
+        ("float32", arch, kernel) for arch in (80, 90, 120) for kernel in ("keep", "radix")}
+    assert len(figures) > 300
     spilled = {(each["model"], each["dtype"]) for each in figures if each["spilled"]}
     assert spilled <= {("Gemma-2-2B", "float32")}
     assert max(each["spilled"] for each in figures) <= 16
@@ -57,19 +52,12 @@ def test_no_step_compiles_a_kernel_again():
         import cubins, json, torch, triton
         from types import SimpleNamespace
         from nanoengine_extras.gpu import attention, norms, sampling
-        triton.runtime.driver.set_active(cubins.NoGPU(90))
+        cubins.compile_only(90)
         compiled = set()
         def note(**found):
             compiled.add((found["fn"].name, found["key"]))
             return True
         triton.knobs.runtime.jit_cache_hook = note
-        class Warm:
-            def __init__(self, kernel): self.kernel = kernel
-            def __getitem__(self, grid):
-                return lambda *a, **o: self.kernel.warmup(*a, grid=(1,), **o)
-        for module in (attention, norms, sampling):
-            for name in [name for name in vars(module) if name.endswith("_kernel")]:
-                setattr(module, name, Warm(getattr(module, name)))
         attention.num_splits = lambda *_: 4
         def run(tokens, seqs, width, offset, longest):
             buffer = torch.zeros(100_000, dtype=torch.int32)
