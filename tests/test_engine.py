@@ -168,12 +168,6 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tiny_llm(make_llm):
-    with make_llm(num_kv_blocks=128, max_num_seqs=8) as llm:
-        yield llm
-
-
 def completions(outputs) -> list[list[list[int]]]:
     """The tokens of all completions, by their index."""
     assert all(output.finished for output in outputs)
