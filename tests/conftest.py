@@ -38,44 +38,27 @@ from nanoengine_extras import ALWAYS  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# What takes longest comes first, so that both processes have work to the end. The first two have
-# only slow tests. Kernels that several files need are compiled in one of the next two, which have
-# no shape in common.
-SLOWEST = ["test_kernels", "test_cubins",
-           "test_gpu_path", "test_paged_attention", "test_transformers_models", "test_quantized",
-           "test_ray_data", "test_deletable", "test_speculation", "test_docs", "test_engine",
-           "test_serve", "test_lab", "test_quantized_transformers", "test_model", "test_scheduler",
-           "test_structured_outputs", "test_own_layers", "test_recipes",
-           "test_shared_steps", "test_gpu_costs", "test_shared_steps_threads",
-           "test_batch_invariant", "test_batch", "test_modules",
-           "test_tool_calls", "test_products", "test_alone",
-           "test_logprobs", "test_torch_settings", "test_offload", "test_beam_search", "test_llm",
-           "test_random_requests", "test_tensor_parallel", "test_cpu_memory", "test_attention",
-           "test_sampler", "test_vllm", "test_missing_packages", "test_library", "test_async_llm"]
+# What takes longest comes first, so that both processes have work to the end: as a rule, a large
+# file. Kernels that several files need are compiled in the first two: they share no shape.
+FIRST = ["test_paged_attention", "test_gpu_path", "test_deletable", "test_docs", "test_bench"]
 
 
 def pytest_collection_modifyitems(items: list) -> None:
-    places = {name: place for place, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    items.sort(key=lambda item: (item.path.stem not in FIRST, -item.path.stat().st_size))
 
 
-# What these test is the same with any number of threads, and two of them, which wait for each other
-# in every step, take a quarter more time. How kernels and engines use threads is for the others:
-# all of cpu/, test_batch_invariant, test_random_requests, test_model, test_llm,
-# test_shared_steps, test_shared_steps_threads, test_quantized, test_transformers_models…
-ONE_THREAD = {"test_async_llm", "test_batch", "test_beam_search", "test_chat", "test_constraints",
-              "test_engine", "test_features", "test_gguf", "test_gpu_costs", "test_gpu_path",
-              "test_lab", "test_logits_processors", "test_logprobs",
-              "test_metrics", "test_own_policies", "test_policies", "test_quantized_bitsandbytes",
-              "test_quantized_fp8", "test_quantized_mxfp4", "test_quantized_transformers",
-              "test_recipes", "test_requests", "test_scheduler", "test_scores", "test_speculation",
-              "test_strict", "test_structured_outputs", "test_swapping", "test_terminal",
-              "test_texts", "test_tool_calls", "test_vllm"}
+# What other files test is the same with any number of threads, and two of them, which wait for each
+# other in every step, take a quarter more time.
+TWO_THREADS = {"test_batch_invariant", "test_llm", "test_model", "test_quantized",
+               "test_random_requests", "test_sampler", "test_shared_steps",
+               "test_shared_steps_threads", "test_tensor_parallel", "test_torch_settings",
+               "test_transformers_models", "test_without"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def threads_of_a_file(request) -> None:
-    torch.set_num_threads(1 if request.path.stem in ONE_THREAD else 2)
+    has_two = request.path.stem in TWO_THREADS or request.path.parent.name == "cpu"
+    torch.set_num_threads(2 if has_two else 1)
 
 
 @pytest.fixture(autouse=True, scope="module")

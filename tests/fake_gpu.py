@@ -30,8 +30,6 @@ the line of nanoengine that broke it:
 Products, norms and attention are summed in float64. So a row has the same bits whatever rows are
 beside it, and tokens must be equal with graphs or without, alone, in a batch or in chunks.
 
-It counts what each operator reads and writes, and how many there are: what a step costs at least.
-
 What it cannot check: kernels themselves, how much memory is free, memory that is freed and used
 again, and speed. What passes here is not proven to work on a GPU, but what fails here is wrong.
 """
@@ -258,42 +256,6 @@ def is_kernel(function: Any, given: list[Tensor], made: list[Tensor]) -> bool:
     return any(storage_of(tensor) not in known for tensor in made)
 
 
-# of kernels that know the cache: which arguments it is, and how many keys they read or write
-IN_CACHE: dict[str, tuple[set[int], Callable[..., int]]] = {
-    "decode_kernel": ({1, 2}, lambda query, keys, values, lengths, *_: int(lengths.sum())),
-    "varlen_kernel": ({1, 2}, lambda query, keys, values, starts, lengths, *_: int(lengths.sum())),
-    "triton_kernel": ({1}, lambda query, cache, lengths, *_: int(lengths.sum())),
-    "heads_kernel": ({5}, lambda qkv, *_: len(qkv))}
-# the tokens of a group, see nanoengine_extras/gpu/sampling.py
-GROUP = 4096
-# they look up as many numbers of their first argument as they return, or write as many as they get
-LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
-SCATTERS = ("aten::index_put_", "aten::_index_put_impl_")
-
-
-def moved_bytes(function: Any, arguments: Any, made: list[Tensor]) -> int:
-    """The bytes that a kernel at least reads and writes: each tensor once; of a table or a cache,
-    what it looks up there. made: the tensors among its results"""
-    name = name_of(function)
-    skipped, num_keys = IN_CACHE.get(name, (set(), lambda *_: 0))
-    skipped = skipped or ({0} if name in (*LOOKUPS, *SCATTERS) else set())
-    read = tensors_of([each for place, each in enumerate(arguments) if place not in skipped])
-    given = {id(tensor) for tensor in tensors_of(arguments)}
-    # an operator that works in place writes to its first argument, and returns it
-    written = [tensor for tensor in made if id(tensor) not in given or name.endswith("_")]
-    if name in SCATTERS:
-        written = [arguments[2]]
-    looked_up = written if name in LOOKUPS else []
-    if name == "pick_kernel":
-        # one group of tokens of each row
-        read = [*read[1:], read[0][:, :GROUP]]
-    num_bytes = sum(tensor.nbytes for tensor in [*read, *written, *looked_up])
-    if name in IN_CACHE:
-        cache = arguments[min(skipped)]
-        num_bytes += num_keys(*arguments) * 2 * cache.itemsize * math.prod(cache.shape[-2:])
-    return num_bytes
-
-
 @dataclass(eq=False)
 class Transfer:
     """A copy between pinned memory and the device, until an event behind it is waited for.
@@ -339,7 +301,7 @@ class FakeGpu:
 
     host_reads: how often the host had to wait for the device, by place and cause.
     num_launched: operators that ran outside of graphs.
-    kernels: those of them that are kernels, as views are not: (name, bytes that it has to move).
+    kernels: the names of those that are kernels, as views are not.
     pinned_bytes: of memory that is pinned now; PyTorch takes it in powers of two.
     num_replays, num_graphs: of CUDA graphs, how often they ran, and how many were captured.
     """
@@ -374,7 +336,7 @@ class FakeGpu:
         self.host_reads: Counter[str] = Counter()
         self.num_launched = 0
         self.num_replays = 0
-        self.kernels: list[tuple[str, int]] = []
+        self.kernels: list[str] = []
 
     # -------------------------------------------------------------------- entering and leaving
 
@@ -514,7 +476,7 @@ class FakeGpu:
         if self.captured is None:
             self.num_launched += 1
             if computes:
-                self.kernels.append((name_of(function), moved_bytes(function, of_memory[0], made)))
+                self.kernels.append(name_of(function))
         # views need no work when a graph runs again
         elif computes:
             self.captured.record(function, *of_memory, made)
@@ -1098,20 +1060,11 @@ def triton_kernel(query: Tensor, cache: Tensor, lengths: Tensor, starts: Tensor,
                            query.shape[-1] ** -0.5, soft_cap, sinks)
 
 
-def weights_of(numbers: Tensor, temperature: Tensor | None) -> Tensor:
-    if temperature is None:
-        return numbers
-    return sampler.scale(numbers.to(torch.float32, copy=True), temperature).exp_()
-
-
-def sums_kernel(numbers: Tensor, largest: Any, temperature: Any) -> Tensor:
-    groups = weights_of(numbers, temperature).double().split(GROUP, dim=1)
-    return torch.stack([group.sum(dim=1) for group in groups], dim=1)
-
-
-def pick_kernel(numbers: Tensor, largest: Any, temperature: Any, uniform: Tensor,
-                sums: Tensor) -> Tensor:
-    return sampler.draw(weights_of(numbers, temperature), uniform)
+def draw_kernel(numbers: Tensor, uniform: Tensor, temperature: Tensor | None = None) -> Tensor:
+    """numbers: weights; with a temperature, logits"""
+    if temperature is not None:
+        numbers = sampler.scale(numbers.to(torch.float32, copy=True), temperature).exp_()
+    return sampler.draw(numbers, uniform)
 
 
 def library_functions() -> dict[tuple[str, str], Any]:
@@ -1148,16 +1101,13 @@ def library_functions() -> dict[tuple[str, str], Any]:
     def truncate(*arguments: Any) -> Any:
         return launch(sampler.truncate, *arguments)
 
-    def draw(numbers: Any, uniform: Any, temperature: Any = None) -> Any:
-        largest = numbers.amax(dim=1).float() if temperature is not None else None
-        sums = launch(sums_kernel, numbers, largest, temperature)
-        return launch(pick_kernel, numbers, largest, temperature, uniform, sums)
+    def draw(*arguments: Any) -> Any:
+        return launch(draw_kernel, *arguments)
 
-    in_modules = dict(rms_norm=rms_norm, swiglu=swiglu, store_heads=store_heads)
-    of_engine = dict(paged_attention=attend, truncate=truncate, draw=draw)
-    modules = "nanoengine_extras.gpu.modules"
-    return ({(modules, name): function for name, function in in_modules.items()}
-            | {("nanoengine_extras.gpu", name): function for name, function in of_engine.items()})
+    modules, engine = "nanoengine_extras.gpu.modules", "nanoengine_extras.gpu"
+    return {(modules, "rms_norm"): rms_norm, (modules, "swiglu"): swiglu,
+            (modules, "store_heads"): store_heads, (engine, "paged_attention"): attend,
+            (engine, "truncate"): truncate, (engine, "draw"): draw}
 
 
 # ---------------------------------------------------------------- what PyTorch has instead

@@ -44,20 +44,14 @@ def run_once(manager: BlockManager, token_ids: list[int]) -> Sequence:
     return seq
 
 
-def test_a_prompt_of_k_full_blocks_hits_k_minus_1():
-    manager = BlockManager(20, 16)
-    run_once(manager, range(64))
-    again = make(range(64))
-    assert allocate(manager, again)
-    assert again.num_computed_tokens == 48 and again.num_uncomputed_tokens == 16
-
-
-@pytest.mark.parametrize("length, cached", [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+@pytest.mark.parametrize("length, cached", [
+    (15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (64, 48)])
 def test_at_least_one_token_is_computed(length, cached):
     manager = BlockManager(20, 16)
     run_once(manager, range(length))
     again = make(range(length))
     assert allocate(manager, again) and again.num_computed_tokens == cached
+    assert again.num_uncomputed_tokens == length - cached
 
 
 def test_hashes_are_chained():
@@ -67,6 +61,8 @@ def test_hashes_are_chained():
     assert manager.find_shared(other) == []
     assert len(manager.find_shared(make([1, 2, 3, 4, 9, 6, 7, 8, 9]))) == 1
     assert len(manager.find_shared(make([1, 2, 3, 4, 5, 6, 7, 8, 7, 7]))) == 2
+    # for 64 bits, prefixes with the same hash are known
+    assert all(len(found) == 16 for found, _ in manager.blocks_by_hash)
 
 
 def test_a_hit_compares_the_tokens_too(monkeypatch):
@@ -80,57 +76,6 @@ def test_a_hit_compares_the_tokens_too(monkeypatch):
         found = manager.find_shared(make(tokens))
         assert [manager.hash_of_block[block][1] for block in found] == [
             array("i", tokens[:4]).tobytes()]
-
-
-def twin_of_xxh64(token_ids: list[int]) -> list[int]:
-    """16 other ids: with any 8 bytes before, and any behind, they have the same xxh64.
-
-    Of 32 bytes at a time, xxh64 mixes each 8 into a sum of their own: what one 8 have changed, the
-    8 that come next in this sum can undo.
-    """
-    first, second, mask = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 2**64 - 1
-
-    def mix(total: int, word: int) -> int:
-        total = total + word * second & mask
-        return (total << 31 | total >> 33) * first & mask
-
-    words = array("Q", array("i", token_ids).tobytes())
-    # the second of four sums; before the block there are 8 bytes
-    changed = words[:]
-    changed[0] ^= 1
-    before, after = mix(second, words[0]), mix(second, changed[0])
-    changed[4] = words[4] + (before - after) * pow(second, -1, 2**64) & mask
-    return array("i", changed.tobytes()).tolist()
-
-
-def test_no_known_collision_of_a_prefix_is_a_hit():
-    """xxh64 alone would find the second block behind a first one that is another."""
-    manager = BlockManager(20, 16)
-    prefix, block = [*range(100, 116)], [*range(16)]
-    other = twin_of_xxh64(prefix)
-    hashes = {xxhash.xxh64_digest(bytes(8) + array("i", tokens).tobytes())
-              for tokens in (prefix, other)}
-    assert prefix != other and len(hashes) == 1
-    run_once(manager, [*prefix, *block, 1])
-    run_once(manager, [*other, 1])
-    assert len(manager.find_shared(make([*prefix, *block, 1]))) == 2
-    assert len(manager.find_shared(make([*other, *block, 1]))) == 1
-    assert all(len(found) == 16 for found, _ in manager.blocks_by_hash)
-
-
-def test_shared_blocks_are_counted():
-    manager = BlockManager(20, 4)
-    sequences = [compute(manager, make([1, 2, 3, 4, 5, 6, 7, 8, number])) for number in range(3)]
-    check(manager, sequences)
-    assert manager.num_free_blocks == 20 - 2 - 3
-    shared = sequences[0].block_table[:2]
-    assert all(seq.block_table[:2] == shared for seq in sequences)
-    assert [manager.ref_counts[block] for block in shared] == [3, 3]
-    for left, seq in enumerate(list(sequences), start=1):
-        manager.deallocate(seq)
-        check(manager, sequences[left:])
-        assert manager.ref_counts[shared[0]] == 3 - left
-    assert manager.num_free_blocks == 20
 
 
 def test_the_tail_is_freed_and_so_evicted_first():
@@ -153,24 +98,6 @@ def test_the_least_recently_used_goes_first_and_blank_blocks_before_any_cached_o
     assert len(manager.find_shared(make([1] * 9))) == 2
 
 
-def test_a_freed_block_is_revived():
-    manager = BlockManager(10, 4)
-    first = run_once(manager, range(9))
-    assert manager.num_free_blocks == 10 and len(manager.free.keys() & manager.hash_of_block) == 2
-    again = compute(manager, make(range(9)))
-    assert list(again.block_table[:2]) == list(first.block_table[:2])
-    assert manager.num_free_blocks == 7 and not manager.free.keys() & manager.hash_of_block
-    check(manager, [again])
-
-
-def test_a_matched_block_is_not_evicted_by_the_same_allocation():
-    manager = BlockManager(4, 4)
-    run_once(manager, range(8))  # two cached blocks, two blank ones
-    seq = compute(manager, make([*range(8), *range(50, 58)]))
-    assert seq.num_tokens == 16 and len(set(seq.block_table)) == 4
-    check(manager, [seq])
-
-
 def test_a_failed_allocation_changes_nothing():
     manager = BlockManager(4, 4)
     run_once(manager, range(8))
@@ -181,34 +108,6 @@ def test_a_failed_allocation_changes_nothing():
     assert repr((manager.free, manager.ref_counts, manager.hash_of_block)) == state
     assert not too_long.block_table and too_long.num_computed_tokens == 0
     check(manager, [holder])
-
-
-def test_two_blocks_with_the_same_tokens_one_evicted_the_other_still_found():
-    manager = BlockManager(8, 4)
-    first, second = make([1, 2, 3, 4, 5]), make([1, 2, 3, 4, 5])
-    assert allocate(manager, first) and allocate(manager, second)  # neither is registered yet
-    for seq in (first, second):
-        manager.register(seq, 5)
-        seq.num_computed_tokens = 5
-    check(manager, [first, second])
-    manager.deallocate(first)
-    filler = make(range(50, 50 + 4 * manager.num_free_blocks))
-    assert allocate(manager, filler), "takes every free block, the first twin among them"
-    assert manager.find_shared(make([1, 2, 3, 4, 9])) == [second.block_table[0]]
-    check(manager, [second, filler])
-
-
-def test_a_whole_last_block_is_computed_again_into_a_twin_that_is_found_as_well():
-    manager = BlockManager(8, 4)
-    first, second = compute(manager, make(range(8))), make(range(8))
-    assert allocate(manager, second) and second.num_computed_tokens == 4
-    assert second.block_table[0] == first.block_table[0]
-    assert second.block_table[1] != first.block_table[1]
-    manager.register(second, 8)
-    second.num_computed_tokens = 8
-    check(manager, [first, second])
-    assert set(manager.blocks_by_hash[second.block_hashes[1]]) == {
-        first.block_table[1], second.block_table[1]}
 
 
 def test_forks_share_whole_blocks_and_copy_the_last():
@@ -228,28 +127,6 @@ def test_forks_share_whole_blocks_and_copy_the_last():
     for child in children:
         assert child.num_computed_tokens == 300 and child.block_hashes == parent.block_hashes
         assert child.block_hashes is not parent.block_hashes
-
-
-def test_a_fork_of_whole_blocks_copies_nothing():
-    manager = BlockManager(4, 4)
-    parent = compute(manager, make(range(8)))
-    child = parent.fork(token_ids=[*range(8), 9])
-    assert allocate(manager, child, parent) and len(child.block_table) == 3
-    assert child.block_table[:2] == parent.block_table
-    assert manager.take_copies().copy_on_write == {}
-    check(manager, [parent, child])
-
-
-def test_resetting_forgets_hashes_but_not_blocks_in_use():
-    manager = BlockManager(10, 4)
-    run_once(manager, range(9))
-    user = compute(manager, make(range(50, 59)))
-    manager.forget(list(manager.blocks_by_hash))
-    check(manager, [user])
-    assert manager.find_shared(make(range(9))) == manager.find_shared(make(range(50, 59))) == []
-    manager.deallocate(user)
-    check(manager, [])
-    assert manager.num_free_blocks == 10
 
 
 def test_without_prefix_caching_nothing_is_found():

@@ -67,8 +67,7 @@ ALL_CASES = {
                         ".close()",
     "tools.prometheus": "text = extension('tools.prometheus').as_text(llm.metrics(), 'm')\n"
                         "assert 'nanoengine:' in text",
-    "models.quantized": "with_option = LLM(model, quantization='int8', **options); "
-                 "assert run(with_option).token_ids; with_option.close()",
+    "models.quantized": "assert tokens_with(quantization='int8')",
     "tools.reasoning": "from nanoengine_extras.tools.openai_format import Body\n"
                  "body = Body('/v1/chat/completions', '1')\n"
                  "body.read({'messages': [{'role': 'user', 'content': 'a'}]}, texts)\n"
@@ -78,17 +77,14 @@ ALL_CASES = {
              "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"
              "assert extension('tools.serve').Server(texts, flags).app().routes",
     "running.shared_steps": "with llm.turn(): pass",
-    "sampling.speculation": "with_option = LLM(model, speculation='prompt-lookup', **options); "
-                   "assert run(with_option).token_ids == tokens; with_option.close()",
+    "sampling.speculation": "assert tokens_with(speculation='prompt-lookup') == tokens",
     "running.strict": "SamplingParams(temperatur=1)",
     "sampling.structured_outputs": "assert run(texts, 'a', structured_outputs="
                           "{'regex': '[0-9]+'}).text"
                           ".isdigit()",
-    "running.swapping": "with_option = LLM("
-                "model, preemption_mode='swap', swap_space=0.01, **options); "
-                "assert run(with_option).token_ids == tokens; with_option.close()",
-    "running.tensor_parallel": "with_option = LLM(model, tensor_parallel_size=2, **options); "
-                       "assert run(with_option).token_ids == tokens; with_option.close()",
+    "running.swapping": "found = tokens_with(preemption_mode='swap', swap_space=0.01)\n"
+                        "assert found == tokens",
+    "running.tensor_parallel": "assert tokens_with(tensor_parallel_size=2) == tokens",
     "tools.terminal": "import contextlib, io, runpy, sys\n"
                 "sys.argv = ['nanoengine', '1 + 1 =', '--model', bundled, '--max-tokens', '2']\n"
                 "with contextlib.redirect_stdout(io.StringIO()):\n"
@@ -96,8 +92,7 @@ ALL_CASES = {
     "running.threads": "assert type(llm.engine.features['Threads']).__name__ == 'Threads'",
     "tools.tool_calls": "extension('tools.tool_calls').check({'tools': [{'type': 'function'}]})",
     "sampling.texts": "assert run(texts, 'a b c', stop=['zebra']).token_ids",
-    "models.transformers_models": "with_option = LLM(model, model_impl='transformers', **options); "
-                           "assert run(with_option).token_ids == tokens; with_option.close()",
+    "models.transformers_models": "assert tokens_with(model_impl='transformers') == tokens",
     "tools.vllm": "import nanoengine_extras.tools.vllm"}
 # what says no where everything is there, and in which words
 REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
@@ -143,6 +138,7 @@ ALWAYS = {*FILES} & {
     "models.explain", "models.generation_config", "running.guards", "running.metrics",
     "running.shared_steps", "running.strict", "running.threads",
     "sampling.texts"}
+
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work
 # (lm_eval's registry takes a model once in a process)
@@ -150,14 +146,10 @@ SLOW = ["running.tensor_parallel", "tools.lm_eval"]
 
 
 def asked_without(deleted: str, are_all: bool) -> list[str]:
-    """The features that are asked for without one: all, or those that it concerns, and of the
-    others every eighth, such that each is asked for without every eighth feature."""
-    if deleted == "nothing":
-        return [name for name in CASES if are_all or name not in SLOW]
-    place = [*FILES].index(deleted)
-    return [feature for number, feature in enumerate(CASES)
-            if deleted in (feature, *NEEDS.get(feature, ())) or (
-                feature not in SLOW and (are_all or (number + place) % 8 == 0))]
+    """The features that are asked for without one: those that it concerns, or all."""
+    are_all |= deleted == "nothing"
+    return [feature for feature in CASES
+            if deleted in (feature, *NEEDS.get(feature, ())) or (are_all and feature not in SLOW)]
 
 
 # Each folder has the packages without one file. They are imported anew from each, in one process.
@@ -184,6 +176,10 @@ def begin(folder, case="texts"):
         params = SamplingParams(temperature=0, max_tokens=4, **params)
         prompt = prompt if isinstance(prompt, str) else [*prompt]
         return llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+
+    def tokens_with(**more):
+        with LLM(model, **options, **more) as other:
+            return run(other).token_ids
 
     llm = LLM(model, **options)
     texts = LLM(bundled, **options) if "texts" in case else None
@@ -236,12 +232,14 @@ print(json.dumps(found))
 """
 
 
-def find(tiny, bundled, tmp_path_factory, are_all: bool) -> dict:
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)],
+                ids=["itself", "all"])
+def found(request, tiny, bundled, tmp_path_factory) -> dict:
     """What went wrong without each of them, and what each case imports."""
     folders = {}
-    asked = {deleted: asked_without(deleted, are_all) for deleted in ["nothing", *FILES]}
+    asked = {deleted: asked_without(deleted, request.param) for deleted in ["nothing", *FILES]}
     names = [name for name in CASES if name not in SLOW]
-    asked["imported"] = ["", *names[::1 if are_all else 4]]
+    asked["imported"] = ["", *names[::1 if request.param else 4]]
     # of all folders: a file is compiled once. Without its source, no bytecode is found
     bytecode = tmp_path_factory.mktemp("bytecode")
     for number, deleted in enumerate(["nothing", *FILES]):
@@ -266,16 +264,6 @@ def find(tiny, bundled, tmp_path_factory, are_all: bool) -> dict:
     return json.loads(result.stdout)
 
 
-@pytest.fixture(scope="module")
-def found(tiny, bundled, tmp_path_factory) -> dict:
-    return find(tiny, bundled, tmp_path_factory, are_all=False)
-
-
-@pytest.fixture(scope="module")
-def all_found(tiny, bundled, tmp_path_factory) -> dict:
-    return find(tiny, bundled, tmp_path_factory, are_all=True)
-
-
 def test_each_has_a_case():
     assert {*FILES} <= {*ALL_CASES}
 
@@ -297,55 +285,20 @@ def test_no_test_imports_those_of_a_feature():
 
 @pytest.mark.parametrize("deleted", ["nothing", *FILES])
 def test_one_is_deleted(found, deleted):
-    """What it concerns, and some others: each is asked for without an eighth of the features."""
     assert not found[deleted]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("deleted", FILES)
-def test_all_others_work_without_one(all_found, deleted):
-    assert not all_found[deleted]
-
-
-def check_imported(imported: dict) -> None:
-    assert {*imported.pop("")} == ALWAYS
-    for feature, others in imported.items():
-        # an unknown keyword can be one of vLLM's; tools give no number of blocks
-        known = {"tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
+# an unknown keyword can be one of vLLM's; tools give no number of blocks
+ALSO_IMPORTED = {"tools.terminal": {"running.memory"}, "tools.batch": {"running.memory"},
                  "models.transformers_models": {"models.own_layers", "models.experts"},
-                 "models.own_layers": {"models.experts"},
-                 "models.experts": {"models.own_layers"}}
-        # what lacks its package is not imported
-        itself = {feature} - ({"tools.lm_eval"} & REFUSED.keys())
-        needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS
-        assert {*others} - known.get(feature, set()) == needed, feature
+                 "models.own_layers": {"models.experts"}, "models.experts": {"models.own_layers"}}
 
 
 def test_only_what_is_asked_for_is_imported(found):
-    check_imported(found["imported"])
-
-
-@pytest.mark.slow
-def test_no_feature_imports_others(all_found):
-    check_imported(all_found["imported"])
-
-
-@pytest.mark.needs("sampling.logprobs", "sampling.constraints")
-def test_no_extension_is_imported_before_it_is_asked_for(bundled):
-    """But for what checks every call and observes every step."""
-    script = """if True:
-        import sys
-        from nanoengine import LLM, SamplingParams
-        def extensions():
-            return {name for name in sys.modules if name.count(".") == 2
-                    and name.startswith("nanoengine_extras.") and ".cpu." not in name}
-        with LLM(MODEL) as llm:
-            llm.generate("12 + 34 =", use_tqdm=False)
-            assert extensions() == {f"nanoengine_extras.{name}" for name in ALWAYS}
-            llm.generate("12 + 34 =", SamplingParams(logprobs=1, bad_words=["a"]), use_tqdm=False)
-        asked_for = ALWAYS | {"sampling.logprobs", "sampling.constraints"}
-        assert extensions() == {f"nanoengine_extras.{name}" for name in asked_for}"""
-    always = ALWAYS | {"running.memory"}
-    script = script.replace("MODEL", repr(bundled)).replace("ALWAYS", repr(always))
-    done = run_in_fork(script)
-    assert done.returncode == 0, done.stderr
+    imported = found["imported"]
+    assert {*imported.pop("")} == ALWAYS
+    for feature, others in imported.items():
+        # what lacks its package is not imported
+        itself = {feature} - ({"tools.lm_eval"} & REFUSED.keys())
+        needed = (itself | {*NEEDS.get(feature, ())}) - ALWAYS
+        assert {*others} - ALSO_IMPORTED.get(feature, set()) == needed, feature

@@ -2,237 +2,81 @@
 
 import dataclasses
 import gc
-import itertools
-import random
 import weakref
-from copy import deepcopy
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from conftest import (
-    check_blocks,
-    check_idle,
-    generate,
-    overtaking,
-    random_prompts,
-    token_ids,
-    use_policies,
-)
+    check_blocks, check_idle, generate, overtaking, random_prompts, token_ids, use_policies)
+from test_scheduler import (
+    ShadowCache, expected_output, make_engine as make_shadow_engine, make_sequence)
 
 from nanoengine import BeamSearchParams, SamplingParams
-from nanoengine.config import EngineConfig
+from nanoengine.block_manager import BlockManager
 from nanoengine.engine import Engine
 from nanoengine.model_runner import ModelRunner
-from nanoengine.observers import Features
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
-from nanoengine_extras.running.metrics import Metrics, metrics_of
 
-# ------------------------------------------------------- the engine over a made-up runner
-
-END = 5  # the token that ends a sequence
-
-
-def made_up_token(seq: Sequence, position: int) -> int:
-    return random.Random(1000 * seq.seed + position).randrange(40)
-
-
-class MadeUpRunner:
-    """Needs no model and no torch: a sequence's token follows from its seed and the position.
-
-    It checks what it is given: one step at most is in flight when another is launched, and not one
-    whose tokens that needs; and a pending token stands for the one that the step in flight samples
-    for this very sequence.
-    """
-
-    backend = "made up"
-    num_kv_blocks = 14
-    copier = SimpleNamespace(host_blocks=range(8))
-    max_model_len = 40
-    block_bytes = 100
-    max_num_seqs = 256  # of the engine
-
-    def __init__(self):
-        self.now = 0.0
-        self.in_flight = []
-        self.events = []
-        self.error_at = {}
-
-    def happens(self, event: str) -> None:
-        self.events.append(event)
-        if self.error_at.get(event) == self.events.count(event):
-            raise KeyboardInterrupt(event)
-
-    def launch(self, batch):
-        self.happens("launch")
-        assert len(self.in_flight) <= 1
-        assert batch.sequences and not any(seq.is_awaited for seq in batch.sequences)
-        for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
-            assert start == seq.num_computed_tokens and 0 < count <= seq.num_tokens - start
-            *known, last = seq.token_ids
-            assert all(token >= 0 for token in known)
-            if last < 0:
-                assert self.in_flight[0].sampled[-1 - last][1] is seq
-                assert -1 - last < self.max_num_seqs, "no more can be looked up"
-        rows = [(seq, position) for _, seq, position in batch.sampled]
-        assert all(position == batch.starts[i] + batch.num_tokens[i]
-                   for i, _, position in batch.sampled)
-        self.in_flight.append(batch)
-        self.now += 1
-
-        def wait():
-            self.happens("wait")
-            assert self.in_flight.pop(0) is batch
-            return [made_up_token(*row) for row in rows]
-
-        return SimpleNamespace(
-            batch=batch, wait=wait, tokens=np.array([made_up_token(*row) for row in rows]),
-            done=self.now)
+# ----------------------------------------------------------------- over a shadow cache
 
 
 def make_engine(**options) -> Engine:
-    runner = MadeUpRunner()
-    config = EngineConfig(model="made up", **dict(block_size=4, trace=True) | options)
-    runner.max_num_seqs = config.max_num_seqs
-    features = Features(["running.guards"])
-    features.add({"Metrics": Metrics(lambda: runner.now)})
-    return Engine(config, runner, features)
+    sizes = dict(num_blocks=14, max_num_seqs=256, max_num_batched_tokens=2048, num_host_blocks=8,
+                 max_model_len=40)
+    return make_shadow_engine(ShadowCache(4), **sizes | options)
 
 
-def make_sequence(number: int, length: int = 5, num_new: int = 6, n: int = 1, **fields) -> Sequence:
-    prompt = random.Random(length).choices(range(40), k=length)  # same length, same prompt
-    seq = Sequence(str(number), prompt, length, length + num_new, seed=10 * number,
-                   end_tokens={END: None}, **fields)
-    seq.forks = [seq.fork(seed=10 * number + index, index=index) for index in range(1, n)]
+def endless(number: int, length: int = 5, num_new: int = 6, n: int = 1,
+            needs_tokens: bool = False) -> Sequence:
+    """A sequence that no token ends."""
+    seq = make_sequence([1 + number % 3] * length, num_new, str(number), n)
+    for each in (seq, *seq.forks):
+        each.end_tokens = {}
+        each.needs_tokens = needs_tokens
     return seq
 
 
-def expected_tokens(seq: Sequence, stop_after: int | None = None) -> list[int]:
-    tokens = []
-    for position in range(seq.num_prompt_tokens, seq.max_num_tokens):
-        tokens.append(made_up_token(seq, position))
-        if tokens[-1] == END or len(tokens) == stop_after:
-            break
-    return tokens
-
-
-def check_between_steps(engine: Engine) -> None:
-    """No token is pending, and only an engine that runs ahead has a step in flight, one."""
-    scheduler = engine.scheduler
-    for seq in [*scheduler.running, *scheduler.waiting]:
-        assert all(token >= 0 for token in seq.token_ids)
-    in_flight = [engine.in_flight.batch] if engine.in_flight else []
-    assert engine.runner.in_flight == in_flight
-    assert engine.config.run_ahead or not in_flight
-    check_blocks(scheduler)
-
-
 def check_all_free(engine: Engine) -> None:
+    manager = engine.scheduler.block_manager
     assert not engine.has_unfinished() and engine.in_flight is None
-    metrics = metrics_of(engine).gauges()
-    assert metrics["num_blocks_used"] == metrics["num_host_blocks_used"] == 0
+    assert manager.num_free_blocks == manager.num_blocks
+    assert not getattr(manager, "host_tables", None)
     check_blocks(engine.scheduler)
 
 
-def snapshot(record) -> list:
-    """All of a record, with copies of what might change."""
-    fields = dict(vars(record.batch))
-    return [{name: deepcopy(value) if name == "copies" else list(value)
-             if isinstance(value, list) else value for name, value in fields.items()},
-            dict(record.metrics), record.started, record.began, record.done, record.ended]
-
-
-def run(engine: Engine, seqs: list[Sequence], stop_after: dict | None = None) -> list:
-    """Runs sequences to their end; returns what each record of the trace said at first.
+def run(engine: Engine, seqs: list[Sequence], stop_after: dict | None = None) -> str:
+    """Runs sequences to their end; returns the first letters of what has happened.
 
     stop_after: {sequence: n} for those that someone ends after n tokens.
     """
     everyone = [each for seq in seqs for each in (seq, *seq.forks)]
+    stop_after = stop_after or {}
     for seq in seqs:
         engine.add(seq)
-    seen = []
-    first = len(metrics_of(engine).trace)
-    num_seen = dict.fromkeys(everyone, 0)
     while engine.has_unfinished():
         for seq in engine.step():
-            num_seen[seq] += 1
-            assert seq.num_tokens - seq.num_prompt_tokens == num_seen[seq], "each token once"
-            if num_seen[seq] == (stop_after or {}).get(seq):
+            if seq.num_tokens - seq.num_prompt_tokens == stop_after.get(seq):
                 engine.finish(seq, "stop", "enough")
-        check_between_steps(engine)
-        seen += map(snapshot, metrics_of(engine).trace[first + len(seen):])
+        # no token is pending, and only an engine that runs ahead has a step in flight, one
+        for seq in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            assert all(token >= 0 for token in seq.token_ids)
+        in_flight = [engine.in_flight.batch] if engine.in_flight else []
+        assert engine.runner.in_flight == in_flight
+        assert engine.config.run_ahead or not in_flight
+        check_blocks(engine.scheduler)
     for seq in everyone:
-        expected = expected_tokens(seq, (stop_after or {}).get(seq))
-        assert seq.token_ids[seq.num_prompt_tokens:] == expected
-        was_stopped = expected[-1] == END or (stop_after or {}).get(seq) == len(expected)
-        assert seq.finish_reason == ("stop" if was_stopped else "length")
-        assert num_seen[seq] == len(expected)
+        tokens, reason = expected_output(seq)
+        if seq in stop_after:
+            tokens, reason = tokens[:seq.num_prompt_tokens + stop_after[seq]], "stop"
+        assert (seq.token_ids, seq.finish_reason) == (tokens, reason)
     check_all_free(engine)
-    return seen
+    return "".join(event[0] for event in engine.runner.events)
 
 
-@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed", "static"])
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_sequences_run_to_their_end_over_any_runner(run_ahead, scheduling):
-    """Plain or ahead, they get the tokens that the runner makes, each once."""
-    happened = dict.fromkeys(
-        ("num_preemptions", "swap_in_blocks", "prefix_cache_hits", "shared_blocks"), 0)
-    for number in range(40):
-        rng = random.Random(number)
-        engine = make_engine(
-            run_ahead=run_ahead, max_num_seqs=rng.randint(1, 6),
-            scheduling=rng.choice([scheduling, overtaking(scheduling, max_waiting=1)]),
-            max_num_batched_tokens=rng.choice([6, 9, 50]), enable_prefix_caching=rng.random() < .7,
-            preemption_mode=rng.choice(["swap", "recompute"]),
-            kv_allocation=rng.choice(["on-demand", "on-demand", "reserve"]))
-        seqs = [make_sequence(i, rng.randint(1, 18), rng.randint(1, 20), rng.choice([1, 1, 1, 3]),
-                              needs_tokens=rng.random() < 0.1)
-                for i in range(rng.randint(1, 8))]
-        stop_after = {seq: rng.randint(1, 12) for seq in seqs if rng.random() < 0.2}
-        run(engine, seqs, stop_after)
-        check_trace(engine)
-        for name in happened:
-            happened[name] += metrics_of(engine).gauges()[name]
-    assert all(happened.values())
-
-
-def check_trace(engine: Engine) -> None:
-    """Later, the records still say which tokens were computed, and each follows on the last."""
-    batches = [record.batch for record in metrics_of(engine).trace]
-    metrics = metrics_of(engine).gauges()
-    assert len(batches) == metrics["num_steps"] == engine.runner.now
-    assert sum(sum(batch.num_tokens) for batch in batches) == metrics["computed_tokens"]
-    assert sum(len(batch) for batch in batches) == metrics["batched_sequences"]
-    stops: dict[Sequence, int] = {}
-    for batch in batches:
-        for seq, *_ in batch.preempted:
-            stops.pop(seq, None)
-        for seq, start, count in zip(batch.sequences, batch.starts, batch.num_tokens):
-            assert start == stops.get(seq, start) and count > 0
-            stops[seq] = start + count
-        assert sum(batch.num_tokens) + batch.budget == engine.config.max_num_batched_tokens
-    ended = 0.0
-    for record in metrics_of(engine).trace:
-        assert record.started <= record.began < record.done <= record.ended
-        assert ended <= record.ended
-        ended = record.ended
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_nothing_in_a_record_changes_later(run_ahead):
-    engine = make_engine(run_ahead=run_ahead, preemption_mode="swap", max_num_batched_tokens=9)
-    seqs = [make_sequence(i, 3 + 5 * i, 18, n=1 + i % 3) for i in range(4)]
-    seen = run(engine, seqs)
-    assert len(seen) == len(metrics_of(engine).trace)
-    assert metrics_of(engine).gauges()["swap_in_blocks"] > 0
-    assert any(before["copies"].copy_on_write for before, *_ in seen)
-    for before, record in zip(seen, metrics_of(engine).trace):
-        assert before == snapshot(record)
-        assert record.metrics["num_blocks_used"] + record.metrics["num_blocks_free"] == 14
-    engine = make_engine(trace=False)
-    run(engine, [make_sequence(0)])
-    assert metrics_of(engine).trace == []
+def batches_of(engine: Engine) -> list:
+    """Those that were scheduled. None has changed since."""
+    engine.scheduler.check_scheduled()
+    return [batch for batch, _ in engine.scheduler.scheduled]
 
 
 @pytest.mark.parametrize("changes, num_waits", [
@@ -240,33 +84,24 @@ def test_nothing_in_a_record_changes_later(run_ahead):
 def test_a_step_is_taken_in_before_one_that_needs_its_tokens(changes, num_waits):
     """The others are launched while the one before is in flight."""
     engine = make_engine(run_ahead=True)
-    run(engine, [make_sequence(4, num_new=8), make_sequence(8, 6, num_new=3, **changes)])
-    num_steps = len(metrics_of(engine).trace)
+    events = run(engine, [endless(4, num_new=8), endless(8, 6, num_new=3, **changes)])
+    num_steps = len(batches_of(engine))
     num_ahead = num_steps - num_waits
     assert num_ahead > 3
-    assert engine.runner.events == [
-        *["launch", "wait"] * num_waits, "launch", *["launch", "wait"] * (num_ahead - 1), "wait"]
+    assert events == "lw" * num_waits + "l" + "lw" * (num_ahead - 1) + "w"
     plain = make_engine(run_ahead=False)
-    run(plain, [make_sequence(4, num_new=8), make_sequence(8, 6, num_new=3, **changes)])
-    assert plain.runner.events == ["launch", "wait"] * num_steps
+    events = run(plain, [endless(4, num_new=8), endless(8, 6, num_new=3, **changes)])
+    assert events == "lw" * num_steps
 
 
 @pytest.mark.parametrize("num_awaited, is_ahead", [(1, True), (2, True), (3, False), (9, False)])
-def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(
-        monkeypatch, num_awaited, is_ahead):
+def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(num_awaited, is_ahead):
     """They run in every second step, while the others run in each."""
-    monkeypatch.setattr(MadeUpRunner, "num_kv_blocks", 50)
-    engine = make_engine(run_ahead=True)
-    endless = (seq for seq in map(make_sequence, itertools.count())
-               if END not in expected_tokens(seq))
-    seqs = list(itertools.islice(endless, 9))
-    for seq in seqs[:num_awaited]:
-        seq.needs_tokens = True
-    run(engine, seqs)
-    events = "".join(event[0] for event in engine.runner.events)
-    assert events.startswith("l" + "lw" * 5 if is_ahead else "lw" * 6)
-    trace = metrics_of(engine).trace[:6]
-    steps = [[seq in record.batch.sequences for record in trace] for seq in seqs]
+    engine = make_engine(run_ahead=True, num_blocks=50)
+    seqs = [endless(number, needs_tokens=number < num_awaited) for number in range(9)]
+    assert run(engine, seqs).startswith("l" + "lw" * 5 if is_ahead else "lw" * 6)
+    batches = batches_of(engine)[:6]
+    steps = [[seq in batch.sequences for batch in batches] for seq in seqs]
     assert all(all(step) for step in steps[num_awaited:])
     for step in steps[:num_awaited]:
         assert step == [not is_ahead or number % 2 == 0 for number in range(6)]
@@ -275,40 +110,24 @@ def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(
 def test_when_all_that_is_left_is_awaited_nothing_is_launched():
     """The step in between would be empty: it is no step, and no copies are lost."""
     engine = make_engine(run_ahead=True)
-    seqs = [make_sequence(4 + i, 5 + i, num_new=3 if i else 9) for i in range(9)]
-    seqs[0].needs_tokens = True
-    run(engine, seqs)
-    assert all(record.batch.sequences for record in metrics_of(engine).trace)
-    metrics = metrics_of(engine)
-    assert metrics.gauges()["num_steps"] == len(metrics.trace) == engine.runner.now
+    seqs = [endless(4 + i, 5 + i, num_new=3 if i else 9, needs_tokens=i == 0) for i in range(9)]
+    events = run(engine, seqs)
+    counters = engine.scheduler.counters
+    assert counters["empty_batches"] and counters["num_steps"] == events.count("l")
 
 
 def test_no_more_tokens_are_pending_than_can_be_looked_up():
     for max_num_seqs, num_waits in ((4, 1), (5, 0)):
         engine = make_engine(run_ahead=True, max_num_seqs=max_num_seqs)
-        run(engine, [make_sequence(4, n=4), make_sequence(9)])
-        events = "".join(event[0] for event in engine.runner.events)
+        events = run(engine, [endless(4, n=4), endless(9)])
         assert events.startswith("lw" * num_waits + "ll"), events
-
-
-@pytest.mark.parametrize("event, at", [("launch", 1), ("launch", 4), ("wait", 1), ("wait", 3)])
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_after_an_error_all_blocks_are_free(run_ahead, event, at):
-    engine = make_engine(run_ahead=run_ahead, preemption_mode="swap")
-    engine.runner.error_at = {event: at}
-    with pytest.raises(KeyboardInterrupt):
-        run(engine, [make_sequence(i, 9, 20, n=1 + i % 2) for i in range(5)])
-    engine.reset()
-    check_all_free(engine)
-    engine.runner.in_flight.clear()
-    run(engine, [make_sequence(i, 9, 20, n=1 + i % 2) for i in range(5)])
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 6, 12])
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_after_an_abort_all_blocks_are_free(run_ahead, num_steps):
     engine = make_engine(run_ahead=run_ahead, preemption_mode="swap")
-    seqs = [make_sequence(i, 9, 20, n=1 + i % 2) for i in range(5)]
+    seqs = [endless(i, 9, 20, n=1 + i % 2) for i in range(5)]
     for seq in seqs:
         engine.add(seq)
     for _ in range(num_steps):
@@ -321,57 +140,55 @@ def test_after_an_abort_all_blocks_are_free(run_ahead, num_steps):
     engine.runner.in_flight.clear()
     manager = engine.scheduler.block_manager
     manager.forget([*manager.blocks_by_hash])
-    run(engine, [make_sequence(i, 9, 20, n=1 + i % 2) for i in range(5)])
+    run(engine, [endless(i, 9, 20, n=1 + i % 2) for i in range(5)])
 
 
 def test_a_token_in_flight_of_a_sequence_that_was_ended_does_not_count():
     engine = make_engine(run_ahead=True)
-    ended, other = make_sequence(4, num_new=8), make_sequence(8, num_new=8)
+    ended, other = endless(4, num_new=8), endless(8, num_new=8)
     run(engine, [ended, other], {ended: 3})
-    computed = [seq for record in metrics_of(engine).trace for seq in record.batch.sequences]
+    computed = [seq for batch in batches_of(engine) for seq in batch.sequences]
     assert computed.count(ended) == 4, "one more than its tokens: it was in flight"
-    num_tokens = len(expected_tokens(other)) + 3
-    assert metrics_of(engine).gauges()["generation_tokens"] == num_tokens
-
-
-@pytest.mark.needs("running.guards")
-def test_an_engine_takes_its_sizes_from_the_runner():
-    engine = make_engine()
-    assert metrics_of(engine).gauges()["num_blocks_free"] == 14
-    assert metrics_of(engine).gauges()["attention_backend"] == "made up"
-    with pytest.raises(ValueError, match="60 tokens do not fit: num_kv_blocks=14, block_size=4"):
-        engine.features["Guards"].enter([make_sequence(0, 30, 30)], None)
-    check_all_free(engine)
+    assert engine.scheduler.counters["generation_tokens"] == 8 + 3
 
 
 # ------------------------------------------------------------------------- over the model
 
 STEM = random_prompts([40], seed=5)[0]
-PROMPTS = [*random_prompts([1, 2, 15, 16, 17, 33, 70]), STEM, STEM + [1, 2, 3], STEM[:32], STEM]
+PROMPTS = [*random_prompts([1, 2, 15, 16, 17, 33, 70]), STEM, STEM + [1, 2, 3], STEM[:32], STEM,
+           *random_prompts([17, 5, 33, 32], seed=7)]
+# several completions of the last ones
 PARAMS = [
-    SamplingParams(temperature=t, seed=number, max_tokens=14 + number, ignore_eos=True, **more)
+    SamplingParams(temperature=t, seed=number, max_tokens=14 + number % 11, ignore_eos=True, **more)
     for number, (t, more) in enumerate([
         (0, {}), (1.0, {}), (0, {}), (0.8, dict(top_p=0.9)), (1.0, dict(top_k=8)), (0, {}),
         (1.0, dict(repetition_penalty=1.3)), (0, {}), (1.3, dict(min_p=0.05)),
-        (0, dict(presence_penalty=1.0)), (1.0, {})])
+        (0, dict(presence_penalty=1.0)), (1.0, {}), (1.0, dict(n=4)),
+        (1.0, dict(n=3, top_k=20)), (1.0, dict(n=2, repetition_penalty=1.2)), (1.0, dict(n=5))])
 ]
 
 
-@pytest.fixture(scope="module")
-def tiny_llm(make_llm):
-    with make_llm(num_kv_blocks=128, max_num_seqs=8) as llm:
-        yield llm
+def completions(outputs) -> list[list[list[int]]]:
+    """The tokens of all completions, by their index."""
+    assert all(output.finished for output in outputs)
+    assert all(each.index == index for output in outputs
+               for index, each in enumerate(output.outputs))
+    return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
 @pytest.fixture(scope="module")
 def alone(make_llm):
-    """Every request by itself, in an engine that remembers nothing."""
-    with make_llm(enable_prefix_caching=False, max_num_seqs=1) as llm:
-        return [token_ids(generate(llm, [prompt], params))[0]
-                for prompt, params in zip(PROMPTS, PARAMS)]
+    """Every request by itself, in an engine that remembers nothing and has room for all."""
+    with make_llm(enable_prefix_caching=False, max_num_seqs=64) as llm:
+        found = [completions(generate(llm, [prompt], params))[0]
+                 for prompt, params in zip(PROMPTS, PARAMS)]
+        first = [dataclasses.replace(params, n=1) for params in PARAMS]
+        assert token_ids(generate(llm, PROMPTS, first)) == [ids[0] for ids in found]
+    assert all(len({tuple(ids) for ids in each}) == len(each) for each in found)
+    return found
 
 
-# the other pairs are in the random requests below
+# the other pairs are in test_random_requests.py
 @pytest.mark.parametrize("scheduling, run_ahead", [
     ("prefill-first", False), ("mixed", True),
     pytest.param("static", True, marks=pytest.mark.slow)])
@@ -408,82 +225,13 @@ def test_tokens_do_not_depend_on_the_schedule(make_llm, alone, scheduling, run_a
     if "max_waiting" in options:
         options["scheduling"] = overtaking(scheduling, options.pop("max_waiting"))
     with make_llm(run_ahead=run_ahead, **options) as llm:
-        assert token_ids(generate(llm, PROMPTS, PARAMS)) == alone
+        assert completions(generate(llm, PROMPTS, PARAMS)) == alone
         assert happened(llm.metrics())
-        assert token_ids(generate(llm, PROMPTS, PARAMS)) == alone, "with a warm cache"
+        assert completions(generate(llm, PROMPTS, PARAMS)) == alone, "with a warm cache"
         if options.get("enable_prefix_caching", True):
             assert llm.metrics()["prefix_cache_hits"] > 0
         llm.reset_prefix_cache()
-        assert token_ids(generate(llm, PROMPTS[::-1], PARAMS[::-1])) == alone[::-1]
-
-
-def random_params(rng: random.Random) -> SamplingParams:
-    """Parameters of all kinds; some words are tokens that only a wide tokenizer knows."""
-    extra = [f"<extra{rng.randrange(860)}>" for _ in range(4)]
-    temperature = rng.choice([0, 0.8, 1.0])
-    return SamplingParams(
-        temperature=temperature, seed=rng.randrange(99), max_tokens=rng.randint(6, 20),
-        n=rng.choice([1, 1, 2]) if temperature else 1, min_tokens=rng.choice([0, 0, 6]),
-        bad_words=rng.choice([[], extra, ["the", *extra, f"a {extra[0]}"]]),
-        stop_token_ids=rng.choice([[], [20, 866]]), top_p=rng.choice([1.0, 0.9]),
-        logit_bias=rng.choice([None, {20: 0.001}, {866: 5.0}]),
-        allowed_token_ids=rng.choice([None, None, [*range(300), 866]]),
-        presence_penalty=rng.choice([0, 1.0]), repetition_penalty=rng.choice([1.0, 1.2]),
-        logits_processors=rng.choice([[], [lambda input_ids, scores: scores * 1.5]]),
-        logprobs=rng.choice([None, 2]), prompt_logprobs=rng.choice([None, 0]))
-
-
-def test_random_requests_do_not_depend_on_each_other(wide_llm):
-    """With a tokenizer that knows more tokens than the model."""
-    rng = random.Random(0)
-    texts = ["a", "b", "Once upon a time", "47 + 85 =", "sort d b e a =", "Long ago the"]
-    for _ in range(20):
-        params = [random_params(rng) for _ in range(rng.randint(2, 7))]
-        prompts = rng.choices(texts, k=len(params))
-        use_policies(wide_llm, run_ahead=rng.random() < 0.5, max_num_seqs=rng.randint(3, 8),
-                     scheduling=rng.choice(["prefill-first", "mixed", "static"]),
-                     max_num_batched_tokens=rng.choice([9, 2048]))
-        expected = [wide_llm.generate(*each, use_tqdm=False)[0] for each in zip(prompts, params)]
-        for found, wanted in zip(generate(wide_llm, prompts, params), expected):
-            assert found.outputs == wanted.outputs
-            assert found.prompt_logprobs == wanted.prompt_logprobs
-
-
-SEVERAL = [SamplingParams(n=n, seed=number, max_tokens=15, ignore_eos=True, **more)
-           for number, (n, more) in enumerate([
-               (4, {}), (1, {}), (3, dict(top_k=20)), (2, dict(repetition_penalty=1.2)), (5, {})])]
-SEVERAL_PROMPTS = random_prompts([17, 5, 33, 32, 1], seed=7)
-
-
-@pytest.fixture(scope="module")
-def several_alone(make_llm):
-    """The completions of requests with several, without a cache and with room for all."""
-    with make_llm(enable_prefix_caching=False, max_num_seqs=64) as llm:
-        expected = [[completion.token_ids for completion in output.outputs]
-                    for output in generate(llm, SEVERAL_PROMPTS, SEVERAL)]
-        first = [dataclasses.replace(params, n=1) for params in SEVERAL]
-        assert token_ids(generate(llm, SEVERAL_PROMPTS, first)) == [ids[0] for ids in expected]
-    assert all(len({tuple(ids) for ids in found}) == len(found) for found in expected)
-    return expected
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("options", [
-    dict(), dict(enable_prefix_caching=False), dict(max_num_seqs=2), dict(num_kv_blocks=7),
-    dict(num_kv_blocks=25, block_size=3, max_num_batched_tokens=16, scheduling="mixed"),
-    dict(num_kv_blocks=7, preemption_mode="swap", enable_prefix_caching=False),
-    dict(num_kv_blocks=8, kv_allocation="reserve"), dict(num_kv_blocks=14, scheduling="static")])
-def test_several_completions_do_not_depend_on_the_schedule(make_llm, several_alone, options,
-                                                           run_ahead):
-    with make_llm(run_ahead=run_ahead, **options) as llm:
-        outputs = generate(llm, SEVERAL_PROMPTS, SEVERAL)
-        found = [[completion.token_ids for completion in output.outputs] for output in outputs]
-        assert found == several_alone
-        assert [[completion.index for completion in output.outputs] for output in outputs] == [
-            list(range(params.n)) for params in SEVERAL]
-        assert all(output.finished for output in outputs)
-        if options.get("kv_allocation") == "reserve":
-            assert llm.metrics()["num_preemptions"] == 0
+        assert completions(generate(llm, PROMPTS[::-1], PARAMS[::-1])) == alone[::-1]
 
 
 def watch(llm, monkeypatch) -> list[str]:
@@ -577,13 +325,14 @@ def test_bfloat16_does_not_depend_on_chunks_and_preemptions_beyond_near_ties(mak
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("where", [
-    (ModelRunner, "prepare"), (ModelRunner, "launch"), (Launched, "wait")])
+    (ModelRunner, "prepare"), (ModelRunner, "launch"), (Launched, "wait"),
+    (BlockManager, "register")])
 @pytest.mark.parametrize("at_step", [1, 3])
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_an_error_in_the_middle_leaves_a_usable_engine(tiny_llm, monkeypatch, error, where, at_step,
                                                        run_ahead):
     use_policies(tiny_llm, run_ahead=run_ahead)
-    prompts = random_prompts([10, 3] * 6)
+    prompts = random_prompts([10, 3, 40] * 4)
     expected = token_ids(generate(tiny_llm, prompts))
     tiny_llm.reset_prefix_cache()
     original, calls = getattr(*where), []
@@ -599,26 +348,6 @@ def test_an_error_in_the_middle_leaves_a_usable_engine(tiny_llm, monkeypatch, er
         with pytest.raises(error):
             generate(tiny_llm, prompts)
         check_idle(tiny_llm)
-    assert token_ids(generate(tiny_llm, prompts)) == expected
-
-
-def test_ctrl_c_inside_the_scheduler(tiny_llm, monkeypatch):
-    prompts = random_prompts([20, 33, 5, 20])
-    expected = token_ids(generate(tiny_llm, prompts))
-    tiny_llm.reset_prefix_cache()
-    manager = tiny_llm.engine.scheduler.block_manager
-    original, calls = manager.register, []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    monkeypatch.setattr(manager, "register", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        generate(tiny_llm, prompts)
-    check_idle(tiny_llm)
     assert token_ids(generate(tiny_llm, prompts)) == expected
 
 

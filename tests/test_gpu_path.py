@@ -6,11 +6,12 @@ purpose show that the tests can fail.
 """
 
 import dataclasses
-import gc
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.attention import BACKENDS
-from nanoengine.cuda_graphs import widths
+from nanoengine.cuda_graphs import padded, widths
 from nanoengine.model_runner import ModelRunner
+from nanoengine.sequence import Batch
 from nanoengine.step_inputs import Launched, StepInputs
 
 Patch = pytest.MonkeyPatch
@@ -195,21 +197,6 @@ def test_the_backend_that_auto_takes(tiny, flash_attn, library, dtype, expected)
             assert bool(llm.engine.runner.graphs.captured) == (expected != "gather")
 
 
-def test_decodes_beside_a_chunk_have_their_own_kernel(engines, tiny):
-    """They come first in a step; the kernel for prompts gets only the other sequences."""
-    engine = make_engine(tiny, max_num_batched_tokens=64, enforce_eager=True)
-    lengths, params = [20, 25, 200, 150], SamplingParams(temperature=0, max_tokens=12)
-    engine.generate(random_prompts(lengths), params)
-    names = [name for name, _ in engine.gpu.kernels if name in ("decode_kernel", "varlen_kernel")]
-    pairs = list(zip(names, names[1:]))
-    assert ("decode_kernel", "varlen_kernel") in pairs
-    # how many queries and keys each read, by the bytes that it moved
-    model = engine.llm.model_config
-    of_key = 2 * 2 * model.num_key_value_heads * model.head_dim
-    most = max(num_bytes for name, num_bytes in engine.gpu.kernels if name == "varlen_kernel")
-    assert most < (200 + 64 + 8) * of_key + 64 * 4 * 2 * model.num_attention_heads * model.head_dim
-
-
 @pytest.mark.parametrize("batch_size", range(1, 9))
 def test_every_batch_size(engines, tiny, batch_size):
     """With graphs for 1, 2, 4 and 8 sequences."""
@@ -329,75 +316,61 @@ def test_architectures(engines, folders, architecture, backend):
 
 
 def shift(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A custom processor: each token makes the tokens after it likelier."""
-    return scores.index_add(1, (input_ids[0, -3:] + 1) % 320, torch.ones_like(scores[:, :3]))
+    """A custom processor: each token makes the token after it likelier."""
+    return scores.index_add(1, (input_ids[0, -1:] + 1) % 320, torch.ones_like(scores[:, :1]))
 
 
 def break_sometimes(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores * math.nan if input_ids.shape[1] % 5 == 0 else scores
 
 
-SAMPLED: dict[str, dict[str, Any]] = {
-    "top_k": dict(top_k=5),
-    "top_p": dict(top_p=0.7),
-    "min_p": dict(min_p=0.1),
-    "all truncations": dict(top_k=50, top_p=0.9, min_p=0.01),
-    "logprobs": dict(logprobs=3),
-    "all logprobs": dict(logprobs=-1),
-    "greedy logprobs": dict(logprobs=2, temperature=0),
-    "prompt_logprobs": dict(prompt_logprobs=2),
-    "presence and frequency": dict(presence_penalty=0.5, frequency_penalty=0.5),
-    "all penalties": dict(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2),
-    "greedy repetition": dict(repetition_penalty=1.5, temperature=0),
-    "min_tokens": dict(min_tokens=4, stop_token_ids=list(range(150))),
-    "stop_token_ids": dict(stop_token_ids=list(range(60))),
-    "logit_bias": dict(logit_bias={5: 4.0, 7: -100.0}),
-    "allowed_token_ids": dict(allowed_token_ids=list(range(2, 30))),
-    "everything": dict(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logprobs=1,
-                       presence_penalty=0.5, min_tokens=2, stop_token_ids=list(range(40)),
-                       logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 300))),
-    "a custom processor": dict(logits_processors=[shift]),
-    "a processor that gives NaN": dict(logits_processors=[break_sometimes])}
-
-# together, they have all kernels and each way in which rows are edited
-SOME = ["all truncations", "logprobs", "prompt_logprobs", "min_tokens", "everything",
-        "a custom processor", "a processor that gives NaN"]
-# for which the host may read what the device has computed
-MAY_READ = {"a custom processor", "a processor that gives NaN"}
+SAMPLED: dict[str, list[dict[str, Any]]] = {
+    "edited": [
+        dict(top_k=5), dict(top_p=0.7), dict(min_p=0.1), dict(top_k=50, top_p=0.9, min_p=0.01),
+        dict(logprobs=3), dict(logprobs=-1), dict(logprobs=2, temperature=0),
+        dict(prompt_logprobs=2), dict(presence_penalty=0.5, frequency_penalty=0.5),
+        dict(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2),
+        dict(repetition_penalty=1.5, temperature=0),
+        dict(min_tokens=4, stop_token_ids=list(range(150))), dict(stop_token_ids=list(range(60))),
+        dict(logit_bias={5: 4.0, 7: -100.0}), dict(allowed_token_ids=list(range(2, 30))),
+        dict(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logprobs=1,
+             presence_penalty=0.5, min_tokens=2, stop_token_ids=list(range(40)),
+             logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 300)))],
+    # for which the host may read what the device has computed
+    "processors": [dict(logits_processors=[shift]), dict(logits_processors=[break_sometimes])] * 3}
 
 
-def edited_and_plain(options: dict[str, Any]) -> list[SamplingParams]:
-    """Requests with these parameters, and between them requests without."""
-    defaults = dict(temperature=0.8, max_tokens=7)
-    return [SamplingParams(seed=n, **defaults | options) if n % 3 else
-            SamplingParams(seed=n, max_tokens=8) for n in range(len(PROMPTS))]
+def edited_and_plain(name: str) -> tuple[list, list]:
+    """A request for each of these parameters, and beside each one without."""
+    params = []
+    for number, options in enumerate(SAMPLED[name]):
+        edited = dict(temperature=0.8, max_tokens=7) | options
+        params += [SamplingParams(seed=number, **edited), SamplingParams(seed=99, max_tokens=8)]
+    return [PROMPTS[number % len(PROMPTS)] for number in range(len(params))], params
 
 
-def check_errors(name: str, outputs: list) -> None:
-    has_failed = any(output.outputs[0].finish_reason == "error" for output in outputs)
-    assert has_failed == (name == "a processor that gives NaN"), tokens_of(outputs)
+def check_everywhere(engines: Engines, folder: str, name: str, prompts: Any, params: Any,
+                     may_read: bool = False) -> list:
+    """The tokens with graphs, eager, and in float32; returns those outputs."""
+    expected = engines.reference(folder, name, prompts, params)
+    for enforce_eager in (False, True):
+        engine = engines.get(folder, enforce_eager=enforce_eager, run_ahead=True)
+        check_same(engine.generate(prompts, params), expected)
+        if not may_read:
+            check_no_host_reads(engine.gpu)
+    outputs = engines.get(folder, **EXACT, run_ahead=True).generate(prompts, params)
+    on_cpu = engines.reference(folder, name, prompts, params, **EXACT, device="cpu")
+    assert tokens_of(outputs) == tokens_of(on_cpu)
+    return [expected, outputs]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_sampling_parameters(engines, tiny, enforce_eager, name):
-    params = edited_and_plain(SAMPLED[name])
-    engine = engines.get(tiny, enforce_eager=enforce_eager, run_ahead=True)
-    outputs = engine.generate(PROMPTS, params)
-    check_same(outputs, engines.reference(tiny, name, PROMPTS, params))
-    check_errors(name, outputs)
-    if name not in MAY_READ:
-        check_no_host_reads(engine.gpu)
-
-
-@pytest.mark.parametrize("name", slow_but(SOME, SAMPLED))
-def test_sampling_parameters_are_as_on_a_cpu(engines, tiny, name):
-    params = edited_and_plain(SAMPLED[name])
-    on_gpu = engines.get(tiny, **EXACT, run_ahead=True).generate(PROMPTS, params)
-    on_cpu = engines.get(tiny, **EXACT, device="cpu").generate(PROMPTS, params)
-    assert tokens_of(on_gpu) == tokens_of(on_cpu)
-    check_errors(name, on_gpu)
+def test_sampling_parameters(engines, tiny, name):
+    is_edited = name == "edited"
+    for outputs in check_everywhere(
+            engines, tiny, name, *edited_and_plain(name), may_read=not is_edited):
+        has_failed = any(output.outputs[0].finish_reason == "error" for output in outputs)
+        assert has_failed != is_edited, tokens_of(outputs)
 
 
 def test_bad_words_and_stop_strings(engines, bundled):
@@ -407,26 +380,13 @@ def test_bad_words_and_stop_strings(engines, bundled):
               SamplingParams(seed=1, max_tokens=12),
               SamplingParams(seed=2, max_tokens=12, stop=["a"]),
               SamplingParams(seed=3, max_tokens=12, bad_words=["was"])]
-    engine = engines.get(bundled, run_ahead=True)
-    expected = engines.reference(bundled, "words", prompts, params)
-    check_same(engine.generate(prompts, params), expected)
-    on_gpu = engines.get(bundled, **EXACT, run_ahead=True).generate(prompts, params)
-    on_cpu = engines.get(bundled, **EXACT, device="cpu").generate(prompts, params)
-    assert tokens_of(on_gpu) == tokens_of(on_cpu)
+    check_everywhere(engines, bundled, "words", prompts, params)
 
 
-@pytest.mark.parametrize("options", [
-    dict(enforce_eager=False), dict(enforce_eager=True), EXACT, EXACT | dict(device="cpu")],
-    ids=["graphs", "eager", "float32", "cpu"])
-def test_forks(engines, tiny, options):
+def test_forks(engines, tiny):
     """n > 1: in one step more rows are sampled than there are sequences."""
     params = [SamplingParams(n=1 + n % 4, seed=n, max_tokens=7) for n in range(7)]
-    engine = engines.get(tiny, run_ahead=True, **options)
-    like = {} if engine.llm.config.dtype == "bfloat16" else EXACT
-    expected = engines.reference(tiny, "forks", PROMPTS, params, **like, max_num_seqs=4)
-    assert tokens_of(engine.generate(PROMPTS, params)) == tokens_of(expected)
-    if "dtype" not in options:
-        check_no_host_reads(engine.gpu)
+    check_everywhere(engines, tiny, "forks", PROMPTS, params)
 
 
 def search(engine: Engine) -> list:
@@ -452,6 +412,7 @@ def test_beam_search_is_as_on_a_cpu(engines, tiny):
 POLICIES: dict[str, dict[str, Any]] = {
     "preemption by recomputing": dict(num_kv_blocks=4),
     "preemption by swapping": dict(num_kv_blocks=4, preemption_mode="swap", swap_space=0.01),
+    "forks by swapping": dict(num_kv_blocks=6, preemption_mode="swap", swap_space=0.01),
     "chunks": dict(max_num_batched_tokens=48),
     "chunks and few blocks": dict(max_num_batched_tokens=48, num_kv_blocks=6,
                                   scheduling=overtaking("mixed", 1)),
@@ -466,16 +427,17 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", slow_but([
-    "preemption by recomputing", "preemption by swapping", "chunks and few blocks",
-    "no prefix cache", "pages of 512", "measured memory"], POLICIES))
+    "preemption by recomputing", "preemption by swapping", "forks by swapping",
+    "chunks and few blocks", "no prefix cache", "pages of 512", "measured memory"], POLICIES))
 def test_policies(engines, tiny, name):
     engine = make_engine(tiny, run_ahead=True, **POLICIES[name])
-    expected = engines.reference(tiny, "long", LONG_PROMPTS, LONG)
-    check_same(engine.generate(LONG_PROMPTS, LONG), expected)
+    params = dataclasses.replace(LONG, n=3 if "forks" in name else 1)
+    expected = engines.reference(tiny, f"long, n={params.n}", LONG_PROMPTS, params)
+    check_same(engine.generate(LONG_PROMPTS, params), expected)
     check_no_host_reads(engine.gpu)
     metrics = engine.llm.metrics()
     assert bool(metrics["num_preemptions"]) == (metrics["num_blocks_free"] <= 6)
-    assert bool(metrics["swap_in_blocks"]) == ("swap" in name)
+    assert bool(metrics["swap_in_blocks"]) == ("swapping" in name)
 
 
 def test_policies_are_as_on_a_cpu(engines, tiny):
@@ -486,16 +448,6 @@ def test_policies_are_as_on_a_cpu(engines, tiny):
     on_cpu = engines.reference(tiny, "long", LONG_PROMPTS, LONG, **EXACT, device="cpu")
     assert tokens_of(engine.generate(LONG_PROMPTS, LONG)) == tokens_of(on_cpu)
     assert engine.llm.metrics()["swap_in_blocks"] > 0
-
-
-def test_forks_that_are_swapped(engines, tiny):
-    params = [SamplingParams(n=3, seed=n, max_tokens=12) for n in range(len(LONG_PROMPTS))]
-    engine = make_engine(tiny, run_ahead=True, num_kv_blocks=6, preemption_mode="swap",
-                         swap_space=0.01)
-    expected = engines.reference(tiny, "long forks", LONG_PROMPTS, params, max_num_seqs=3)
-    check_same(engine.generate(LONG_PROMPTS, params), expected)
-    assert engine.llm.metrics()["swap_in_blocks"] > 0
-    check_no_host_reads(engine.gpu)
 
 
 @pytest.mark.parametrize("backend", ["flash-attn", "gather"])
@@ -539,31 +491,6 @@ def test_a_stream_that_is_dropped_with_a_step_in_flight(engines, tiny):
     check_same(engine.generate(LONG_PROMPTS, LONG, keep_cache=True), expected)
 
 
-def test_a_closed_engine_leaves_no_memory_to_the_garbage_collector(tiny):
-    """Its weights, cache and graphs go at once, or the next engine would find no room."""
-    with FakeGpu():
-        llm = LLM(tiny, device="cuda", preemption_mode="swap", swap_space=0.01, **SMALL)
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        runner = weakref.ref(llm.engine.runner)
-        gc.disable()
-        try:
-            llm.close()
-            assert runner() is None
-        finally:
-            gc.enable()
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_a_trace_has_the_time_of_the_device(engines, tiny, run_ahead):
-    engine = make_engine(tiny, trace=True, run_ahead=run_ahead)
-    outputs = engine.generate(LONG_PROMPTS, LONG)
-    check_same(outputs, engines.reference(tiny, "long", LONG_PROMPTS, LONG))
-    check_no_host_reads(engine.gpu)
-    steps = engine.llm.trace
-    assert len(steps) == engine.llm.metrics()["num_steps"] >= 10
-    assert all(step.began.elapsed_time(step.done) > 0 for step in steps)
-
-
 @pytest.fixture(scope="module")
 def broken(make_model) -> str:
     """The folder of a model whose tokens from 250 on have NaN embeddings."""
@@ -587,6 +514,121 @@ def test_nan_ends_the_request_that_drew_it_and_no_other(engines, broken, enforce
     for completion in completions:
         has_failed = completion.finish_reason == "error"
         assert has_failed == (max(completion.token_ids[:4]) >= 250)
+
+
+# ------------------------------------------------------------------------------ what it costs
+
+
+def decode_step(folder: str, library: bool = HAS_TRITON, **params: Any) -> list[str]:
+    """The kernels of one decode step."""
+    engine = make_engine(folder, enforce_eager=True, run_ahead=False, library=library)
+    with engine.gpu:
+        engine.llm.add(PROMPTS, SamplingParams(max_tokens=8, ignore_eos=True, **params))
+        for _ in range(3):
+            engine.gpu.reset_counters()
+            engine.llm.step()
+    return engine.gpu.kernels
+
+
+@pytest.mark.parametrize("library", [HAS_TRITON, False])
+def test_kernels_of_a_layer(make_model, tiny, library):
+    one = make_model(num_hidden_layers=1)[0]
+    more = (Counter(decode_step(tiny, library, temperature=0))
+            - Counter(decode_step(one, library, temperature=0)))
+    assert 9 <= more.total() <= (9 if library else 61), more
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("params, most", [
+    ({}, 10), (dict(top_k=20, top_p=0.95), 25), (dict(top_p=0.95), 25), (dict(min_p=0.1), 25)],
+    ids=str)
+def test_kernels_of_sampling(tiny, params, most):
+    """Few of them; nothing sorts all logits."""
+    launched = decode_step(tiny, temperature=0.6, **params)
+    behind = launched[len(launched) - launched[::-1].index("aten::mm"):]
+    assert len(behind) <= most and "aten::sort" not in behind, behind
+
+
+def test_graphs_keep_no_logits_and_their_warm_up_reads_one_key(tiny):
+    engine = make_engine(tiny)
+    captured = engine.llm.engine.runner.graphs.captured.values()
+    assert [hidden.shape for *_, hidden in captured] == [(size, 64) for size in (8, 4, 2, 1)]
+    assert sum(step.buffer.nbytes for _, step, _ in captured) < 10_000
+    # in each layer, outside of graphs
+    assert engine.gpu.num_graphs == 4 and engine.gpu.kernels.count("decode_kernel") == 2 * 4
+    with engine.gpu:
+        assert {length for _, step, _ in captured for length in step.lengths.tolist()} == {1}
+
+
+def test_pinned_memory_is_as_large_as_asked_for(tiny):
+    """PyTorch's own allocator would take the next power of two."""
+    for asked in (dict(preemption_mode="swap", swap_space=5 / 1024), dict(cpu_offload_gb=1e-9)):
+        engine = make_engine(tiny, enforce_eager=True, **asked)
+        with engine.gpu:
+            layer = engine.llm.engine.runner.model.layers[0]
+            num_bytes = sum(each.nbytes for each in layer.parameters())
+            most = 5 * 2**20 if "swap_space" in asked else num_bytes
+            assert 0.7 * most < engine.gpu.pinned_bytes.total() <= 1.05 * most + 1000
+            engine.llm.close()
+            assert engine.gpu.pinned_bytes.total() == 0
+
+
+def test_a_trace_holds_no_pinned_memory(tiny):
+    engine = make_engine(tiny, trace=True)
+    engine.generate(PROMPTS, GREEDY)
+    assert len(engine.llm.trace) >= 5
+    for step in engine.llm.trace:
+        assert not any(isinstance(value, torch.Tensor) for value in vars(step).values())
+        assert len(step.tokens) == len(step.batch.sampled)
+        assert all(type(token) is int for token in step.tokens)
+
+
+def test_another_rank_does_not_wait_for_its_inputs(tiny):
+    """A message is in memory that is not pinned."""
+    from nanoengine_extras.running.tensor_parallel import RankRunner
+    done = SimpleNamespace(wait=lambda: None)
+    engine = make_engine(tiny)
+    runner = engine.llm.engine.runner
+    runner.group = SimpleNamespace(
+        backend=SimpleNamespace(broadcast=lambda tensors: done), finish=lambda work: work.wait())
+    batch = padded(Batch(), 4)
+    with engine.gpu:
+        buffer, shape = runner.prepare(batch)
+        engine.gpu.reset_counters()
+        RankRunner.follow(runner, batch.copies, buffer.clone().numpy(), shape)
+    assert engine.gpu.num_replays == 1 and not engine.gpu.host_reads
+
+
+@pytest.mark.slow
+def test_graphs_are_destroyed_before_the_ranks_end(tiny):
+    """NCCL waits for graphs that use its communicator; also without a call of `close`."""
+    order = []
+
+    class Graph:
+        def __del__(self) -> None:
+            order.append("graph")
+
+    for is_closed in (True, False):
+        llm = LLM(tiny, tensor_parallel_size=2, dtype="float32", block_size=16, num_kv_blocks=100)
+        runner = llm.engine.runner
+        runner.graphs.captured["shape"] = Graph()
+        close = runner.ranks.close
+        runner.ranks.close = lambda close=close: (order.append("ranks"), close())
+        assert isinstance(runner.end, weakref.finalize) and runner.end.atexit
+        del runner
+        if is_closed:
+            llm.close()
+        del llm
+        assert order == ["graph", "ranks"]
+        order.clear()
+
+
+def test_ranks_need_the_first_gpu_as_the_current_one(tiny, monkeypatch):
+    """Rank 1 takes GPU 1: two ranks would share it."""
+    for name, value in dict(is_available=True, device_count=2, current_device=1).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with pytest.raises(ValueError, match=r"torch.cuda.current_device\(\)=1 .* 0 with several"):
+        LLM(tiny, tensor_parallel_size=2, device="cuda", dtype="float32")
 
 
 # ---------------------------------------------------------------------- faults, put in on purpose
@@ -739,81 +781,6 @@ def test_without_a_fault_nothing_is_found(engines, tiny, enforce_eager):
 
 
 # --------------------------------------------------------------------------- the fake GPU itself
-
-
-def test_results_are_those_of_a_cpu():
-    numbers = torch.randn(4, 6)
-    with FakeGpu() as gpu:
-        on_gpu = numbers.to("cuda")
-        assert on_gpu.is_cuda and on_gpu.shape == (4, 6)
-        on_gpu[1:3, ::2] += torch.arange(3, device="cuda")
-        found = on_gpu.softmax(dim=-1)[:, 1].cpu()
-    numbers[1:3, ::2] += torch.arange(3)
-    assert torch.equal(found, numbers.softmax(dim=-1)[:, 1])
-    causes = [read.split(": ")[1] for read in gpu.host_reads]
-    assert causes == ["a copy from the host that blocks", "a copy to the host that blocks"]
-
-
-def test_tensors_of_both_devices_do_not_mix():
-    with FakeGpu():
-        on_gpu = torch.ones(3, device="cuda")
-        assert (on_gpu + torch.tensor(1.0)).tolist() == [2, 2, 2]
-        with pytest.raises(GpuError, match="aten::add on tensors of both devices"):
-            on_gpu + torch.ones(3)
-
-
-def test_a_copy_to_the_host_is_rubbish_until_an_event_behind_it():
-    with FakeGpu() as gpu:
-        numbers = torch.arange(3, device="cuda")
-        before = torch.cuda.current_stream().record_event()
-        on_host = numbers.to("cpu", non_blocking=True)
-        behind = torch.cuda.current_stream().record_event()
-        before.synchronize()
-        assert on_host.tolist() != [0, 1, 2]
-        behind.synchronize()
-        assert on_host.tolist() == [0, 1, 2]
-    assert not gpu.host_reads
-
-
-def test_pinned_memory_stays_as_it_is_until_it_is_copied():
-    with FakeGpu() as gpu:
-        pinned = torch.zeros(3).pin_memory()
-        on_gpu = pinned.to("cuda", non_blocking=True)
-        pinned += 1
-        with pytest.raises(GpuError, match="a pinned buffer was rewritten"):
-            on_gpu.tolist()
-        assert list(gpu.host_reads) == ["a test: tolist"]
-
-
-def test_the_device_does_one_thing_after_the_other():
-    """A block is swapped out, in and out again, and the host waits for none of it."""
-    with FakeGpu() as gpu:
-        pool = torch.zeros(3, pin_memory=True)
-        block = torch.ones(3, device="cuda")
-        pool.copy_(block, non_blocking=True)
-        again = pool.to("cuda", non_blocking=True) + 1
-        pool.copy_(again, non_blocking=True)
-        assert not gpu.host_reads
-        assert again.tolist() == [2, 2, 2]
-        assert pool.tolist() == [2, 2, 2]
-
-
-def test_a_graph_runs_its_operators_over_fixed_memory():
-    with FakeGpu() as gpu:
-        number = torch.ones((), device="cuda")
-        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(first):
-            doubled = number * 2
-        with torch.cuda.graph(second):
-            number += 1
-            squared = number * number
-        number.fill_(5)
-        first.replay()
-        assert doubled.item() == 10
-        second.replay()
-        assert squared.item() == 36
-        assert doubled.isnan().item(), "the second graph has used the pool"
-        assert (gpu.num_graphs, gpu.num_replays) == (2, 2)
 
 
 @pytest.mark.parametrize("read, message", [

@@ -69,15 +69,12 @@ def test_no_circles(needs):
 def test_each_form_of_an_import_closes_a_circle(text):
     assert imports("a.one", text, ["a", "a.one", "a.other"]) == {"a.other"}
     assert imports("a", text, ["a", "a.other"], is_package=True) == {"a.other"}
+    # `from a import x` imports the package itself, where x is no module of it
+    assert imports("a.one", "from a import Thing", ["a", "a.one"]) == {"a"}
     circle = {"a.one": {"a.other"}, "a.other": {"a.third"}, "a.third": {"a.one"}, "b": {"a.one"},
               "c": set()}
     assert in_circles(circle) == {"a.one", "a.other", "a.third", "b"}
     assert not in_circles(circle | {"a.third": {"c"}})
-
-
-def test_an_init_counts():
-    """`from a import x` imports the package itself, where x is no module of it."""
-    assert imports("a.one", "from a import Thing", ["a", "a.one"]) == {"a"}
 
 
 # features that have kernels of their own, of the pieces of a library's; imported only with it

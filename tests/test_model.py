@@ -1,6 +1,7 @@
 """Every supported architecture against transformers: tokens, logits, and what is refused."""
 
 import copy
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -56,24 +57,17 @@ def model(request, make_model):
     return make_model(architecture, **changes)
 
 
-def test_greedy_tokens_in_float32(model):
+def test_tokens_and_logprobs_in_float32(model):
     folder, reference = model
+    params = dataclasses.replace(GREEDY, logprobs=-1)
     with LLM(folder, dtype="float32", block_size=16, max_model_len=256,
              max_num_batched_tokens=50) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    for prompt, output in zip(PROMPTS, outputs):
-        assert output.outputs[0].token_ids == greedy_reference(reference, prompt, 24)
-
-
-def test_logprobs_in_float32(model):
-    folder, reference = model
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=-1, ignore_eos=True)
-    with LLM(folder, dtype="float32", block_size=16, max_model_len=256) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs):
         completion = output.outputs[0]
+        assert completion.token_ids == greedy_reference(reference, prompt, 24)
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + completion.token_ids[:-1]])).logits[0, -4:]
+            logits = reference(torch.tensor([prompt + completion.token_ids[:-1]])).logits[0, -24:]
         expected = logits.double().log_softmax(-1)
         for row, at in zip(expected, completion.logprobs):
             found = torch.tensor([at[token_id].logprob for token_id in range(len(row))]).double()
@@ -104,52 +98,47 @@ def change_config(source: str, target: Path, **changes) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize("changes, name", [
-    (dict(architectures=["GPT2LMHeadModel"]), "architectures"),
-    (dict(architectures=None), "architectures"),
-    (dict(hidden_act="gelu"), "hidden_act"),
-    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope_type"),
-    (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
-     "partial_rotary_factor"),
-    (dict(layer_types=["sliding_attention"] * 2, architectures=["LlamaForCausalLM"],
-          model_type="llama"), "layer_types"),
-    (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
-    (dict(num_key_value_heads=3), "num_attention_heads"),
-    (dict(num_key_value_heads=8), "num_attention_heads"),
-    *[(dict(num_hidden_layers=count, layer_types=None), "num_hidden_layers")
-      for count in (0, -1, 2**40)],
-])
-def test_what_cannot_be_run_faithfully_is_refused(tiny, tmp_path, changes, name):
-    with pytest.raises(ValueError, match=f"{name}.* must be "):
-        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+PARTIAL = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+# entries of config.json, and what the message names
+REFUSED = [
+    # what cannot be run faithfully
+    *[(changes, f"{name}.* must be ") for changes, name in [
+        (dict(architectures=["GPT2LMHeadModel"]), "architectures"),
+        (dict(architectures=None), "architectures"), (dict(hidden_act="gelu"), "hidden_act"),
+        (dict(rope_parameters=DYNAMIC), "rope_type"),
+        (dict(rope_parameters=PARTIAL), "partial_rotary_factor"),
+        (dict(layer_types=["sliding_attention"] * 2, architectures=["LlamaForCausalLM"],
+              model_type="llama"), "layer_types"),
+        (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
+        (dict(num_key_value_heads=3), "num_attention_heads"),
+        (dict(num_key_value_heads=8), "num_attention_heads"),
+        *[(dict(num_hidden_layers=count, layer_types=None), "num_hidden_layers")
+          for count in (0, -1, 2**40)]]],
+    # wrong types, and missing keys
+    *[(changes, r"config\.json") for changes in [
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)),
+        dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
+        dict(rope_parameters=LINEAR | dict(factor="a")), dict(rope_parameters=[1]),
+        dict(hidden_size="64"), dict(vocab_size=1.5), dict(rms_norm_eps=None),
+        dict(architectures=5), dict(num_hidden_layers="2"), dict(head_dim=31),
+        dict(layer_types=[1]), dict(eos_token_id="a"), dict(max_position_embeddings=None),
+        dict(tie_word_embeddings="no"), dict(model_type=5)]],
+    # more than the memory, before it is made
+    *[(changes, "model=.* GiB of weights.* GiB of memory") for changes in [
+        dict(num_hidden_layers=100, hidden_size=2**20, layer_types=None), dict(hidden_size=2**30),
+        dict(vocab_size=2**31 - 1), dict(hidden_size=2**40), dict(intermediate_size=2**40)]],
+    # sizes that no model has
+    *[(changes, "config.json|cannot be run with these options") for changes in [
+        *[{name: -4} for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
+            "num_key_value_heads", "max_position_embeddings")],
+        dict(max_position_embeddings=2**40), dict(head_dim=2**40), dict(head_dim=0)]]]
 
 
-@pytest.mark.parametrize("changes", [
-    dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)),
-    dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)),
-    dict(rope_parameters=LINEAR | dict(factor="a")), dict(rope_parameters=[1]),
-    dict(hidden_size="64"), dict(vocab_size=1.5), dict(rms_norm_eps=None), dict(architectures=5),
-    dict(num_hidden_layers="2"), dict(head_dim=31), dict(layer_types=[1]), dict(eos_token_id="a"),
-    dict(max_position_embeddings=None), dict(tie_word_embeddings="no"), dict(model_type=5)])
-def test_a_config_with_wrong_types_or_missing_keys_is_named(tiny, tmp_path, changes):
-    with pytest.raises(ValueError, match=r"config\.json"):
-        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
-
-
-@pytest.mark.parametrize("changes", [
-    dict(num_hidden_layers=100, hidden_size=2**20, layer_types=None), dict(hidden_size=2**30),
-    dict(vocab_size=2**31 - 1), dict(hidden_size=2**40), dict(intermediate_size=2**40)])
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_made(tiny, tmp_path, changes):
-    with pytest.raises(ValueError, match="model=.* GiB of weights.* GiB of memory"):
-        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
-
-
-@pytest.mark.parametrize("changes", [
-    {name: -4} for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim",
-                            "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-] + [dict(max_position_embeddings=2**40), dict(head_dim=2**40), dict(head_dim=0)])
-def test_sizes_that_no_model_has_are_refused(tiny, tmp_path, changes):
-    with pytest.raises(ValueError, match="config.json|cannot be run with these options"):
+@pytest.mark.parametrize("changes, message", REFUSED, ids=str)
+def test_a_model_that_cannot_be_run_is_refused(tiny, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
         LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
 
 

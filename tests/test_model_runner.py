@@ -1,8 +1,6 @@
 """The inputs of a step, CUDA graphs with a stand-in, and how much memory the KV cache gets."""
 
-import contextlib
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 from conftest import random_prompts
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.attention import BACKENDS
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.loader import context_length, load_config
@@ -102,15 +99,6 @@ def test_the_example_of_the_docstring():
     assert arrays["block_tables"].shape == (2, 3)
 
 
-def test_a_buffer_in_flight_is_not_rewritten():
-    runner, batch = make_runner(), make_batch(([7, 3, 9], range(10, 20), 9, 1))
-    first, shape = runner.prepare(batch)
-    before = first.clone()
-    batch.sequences[0].token_ids[9] = 99
-    second, same = runner.prepare(batch)
-    assert torch.equal(first, before) and not torch.equal(first, second) and shape == same
-
-
 def test_a_batch_is_read_as_it_was_scheduled():
     """Its sequences may have moved on: a step depends on `starts` and `num_tokens` alone."""
     batch = make_batch(([7, 3, 9], range(10, 20), 9, 1), ([5], [20, 21], 0, 2))
@@ -154,52 +142,6 @@ def test_a_decode_step_is_filled_up_to_a_bucket():
     assert len(layouts) == 2 and runner.prepare(make_batch(*rows[:2]))[1] in layouts
     for other in ([([7, 3, 9], range(10, 20), 8, 2)], [([7, 3, 9], range(10, 20), 8, 1)]):
         assert prepared(runner, make_batch(*other)).block_tables.shape == (1, 3)
-
-
-class Replayed:
-    """Stands in for a CUDA graph: what was captured is computed again, over the same inputs."""
-
-    def __init__(self):
-        self.replays = 0
-
-    def replay(self):
-        self.replays += 1
-        self.hidden.copy_(self.runner.hidden_states(self.step))
-
-
-PARAMS = [SamplingParams(temperature=0, max_tokens=19), SamplingParams(max_tokens=21, seed=1),
-          SamplingParams(max_tokens=11, seed=2, top_p=0.9), SamplingParams(max_tokens=27, seed=3),
-          SamplingParams(max_tokens=9, seed=4, repetition_penalty=1.3)]  # three plain ones are left
-
-
-@pytest.mark.parametrize("options", [
-    dict(run_ahead=True), dict(), dict(run_ahead=True, scheduling="mixed", num_kv_blocks=6),
-    dict(run_ahead=True, max_num_batched_tokens=9, num_kv_blocks=7, preemption_mode="swap",
-         swap_space=0.01)])
-def test_decode_steps_run_in_graphs(tiny, monkeypatch, options):
-    """With graphs that are stand-ins, the runner's logic around them is the same."""
-    prompts = random_prompts([3, 17, 40, 9, 22])
-    with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=1) as llm:
-        alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
-                 for prompt, params in zip(prompts, PARAMS)]
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
-    monkeypatch.setitem(BACKENDS, "numba", replace(BACKENDS["numba"], has_graphs=True))
-    with LLM(tiny, dtype="float32", max_num_seqs=5, block_size=16, max_model_len=70,
-             **options) as llm:
-        runner = llm.engine.runner
-        captured = runner.graphs.captured.values()
-        assert [len(step.token_ids) for _, step, _ in captured] == [5, 4, 2, 1]
-        for graph, step, hidden in captured:
-            graph.runner, graph.step, graph.hidden = runner, step, hidden
-        runs = [llm.generate(prompts, PARAMS, use_tqdm=False) for _ in range(2)]
-        assert sum(graph.replays for graph, *_ in captured) > 25
-        if "num_kv_blocks" in options:
-            assert llm.metrics()["num_preemptions"] > 0
-            assert (llm.metrics()["swap_in_blocks"] > 0) == ("swap_space" in options)
-    for outputs in runs:
-        assert [output.outputs[0].token_ids for output in outputs] == alone
 
 
 def test_a_new_cache_drops_the_graphs_of_the_one_before(tiny):

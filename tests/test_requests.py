@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import GREEDY, for_feature, generate, next_number, token_ids
 
-from nanoengine import SamplingParams
+from nanoengine import LLM, SamplingParams
 
 
 def test_every_form_of_prompt(llm):
@@ -132,10 +132,16 @@ def test_bad_input_is_refused_before_anything_is_queued(llm, prompts, params, me
     assert generate(llm, "47 + 85 =")[0].outputs[0].text == " 132"
 
 
-@pytest.mark.needs("running.strict")
-def test_without_a_tokenizer_prompts_are_token_ids(make_llm, tiny, bundled):
-    with make_llm() as llm:
-        assert generate(llm, [[1, 2]])[0].outputs[0].text == ""
+@pytest.mark.needs("running.strict", "sampling.logprobs")
+@pytest.mark.parametrize("options", [dict(), dict(skip_tokenizer_init=True)])
+def test_without_a_tokenizer_prompts_are_token_ids(make_llm, tiny, bundled, options):
+    """As in a test of vLLM's own."""
+    with LLM(bundled if options else tiny, num_kv_blocks=8, **options) as llm:
+        (output,) = generate(llm, {"prompt_token_ids": [1, 2, 3]}, SamplingParams(
+            prompt_logprobs=True, detokenize=True))
+        assert output.outputs[0].text == "" and output.outputs[0].token_ids
+        assert not output.prompt_logprobs[0]
+        assert output.prompt_logprobs[1][2].decoded_token is None
         for prompt, params in [("a", GREEDY), ([1], SamplingParams(stop="a")),
                                ([1], SamplingParams(bad_words=["a"]))]:
             with pytest.raises(ValueError, match="there is no tokenizer"):

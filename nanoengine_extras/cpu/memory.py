@@ -3,6 +3,7 @@ them."""
 
 import ctypes
 import functools
+import importlib
 import mmap
 import os
 import re
@@ -34,7 +35,7 @@ def count_threads() -> int:
 # process say nothing about OpenMP's
 num_others = {os.getpid(): -count_threads()}
 with suppress(ImportError):
-    import scipy.linalg.cython_blas  # type: ignore  # noqa: F401
+    importlib.import_module("scipy.linalg.cython_blas")
 num_others[os.getpid()] += count_threads()
 
 

@@ -63,25 +63,61 @@ class Attention(nn.Module):
         return self.o_proj(attended.flatten(1)[rows])
 
 
-class Model(nn.Module):
+class Layer(nn.Module):
+    def __init__(self, has_norms):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.self_attn = Attention(has_norms)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.mlp = MLP()
+
+    def forward(self, x, angles, step, rows):
+        x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def prepare(module, dtype):
+    module.to(dtype).requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+
+
+class Model(Layer):
+    """A layer alone."""
+
     def __init__(self, dtype, has_norms=True):
+        torch.manual_seed(0)
+        super().__init__(has_norms)
+        prepare(self, dtype)
+
+
+class Decoder(nn.Module):
+    def __init__(self, dtype, has_norms=True, num_layers=2):
         super().__init__()
         torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(50, HIDDEN)
+        self.layers = nn.ModuleList(Layer(has_norms) for _ in range(num_layers))
         self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.self_attn = Attention(has_norms)
-        self.mlp = MLP()
-        self.to(dtype).requires_grad_(False)
-        for name, parameter in self.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+        prepare(self, dtype)
+        self.rope = torch.rand(2, 100, HEAD_DIM // 2)
 
-    def forward(self, x, *inputs):
-        return self.mlp(self.norm(x)[inputs[-1]] + self.self_attn(x, *inputs))
+    def forward(self, token_ids, step):
+        x = self.embed_tokens(token_ids)
+        angles = self.rope[:, step.positions, None]
+        for layer in self.layers:
+            is_last = layer is self.layers[-1]
+            x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
+        return self.norm(x)
 
 
-def bind(model, step, dtype, make):
+def give_caches(module, step, dtype, make):
+    """To a decoder, or to a layer alone."""
+    layers = getattr(module, "layers", [module])
     num_blocks = int(step.block_tables.max()) + 1
-    model.self_attn.cache = make(1, num_blocks, 16, KV_HEADS, HEAD_DIM, dtype)[0]
+    caches = make(len(layers), num_blocks, 16, KV_HEADS, HEAD_DIM, dtype)
+    for layer, cache in zip(layers, caches):
+        layer.self_attn.cache = cache
 
 
 def zeros(layers, num_blocks, block_size, kv_heads, head_dim, dtype):
@@ -89,13 +125,13 @@ def zeros(layers, num_blocks, block_size, kv_heads, head_dim, dtype):
 
 
 @pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
 def test_modules_change_in_place_and_compute_the_same(dtype, tolerance, has_norms):
     step = make_step([1, 9, 1], [0, 0, 0], 16)
     x, angles = torch.randn(11, HIDDEN).to(dtype), torch.rand(2, 11, 1, HEAD_DIM // 2)
     inputs = x, angles, step, torch.tensor([0, 9, 10])
     model = Model(dtype, has_norms)
-    bind(model, step, dtype, zeros)
+    give_caches(model, step, dtype, zeros)
     expected = model(*inputs)
 
     modules, names = dict(model.named_modules()), [name for name, _ in model.named_parameters()]
@@ -105,7 +141,7 @@ def test_modules_change_in_place_and_compute_the_same(dtype, tolerance, has_norm
     assert optimize(model), "rows are invariant"
     assert dict(model.named_modules()) == modules
     assert [name for name, _ in model.named_parameters()] == names
-    bind(model, step, dtype, empty_cache)
+    give_caches(model, step, dtype, empty_cache)
     found = model(*inputs)
     assert found.dtype == dtype and found.shape == (3, HIDDEN)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -123,19 +159,20 @@ def test_attention_may_be_left_out():
 def test_attention_can_have_a_soft_cap_and_sinks(options):
     """If its backend heeds them, too."""
     step = make_step([1, 9, 1], [0, 0, 0], 16)
-    # scores are above the cap
-    x, angles = torch.randn(11, HIDDEN) * 8, torch.rand(2, 11, 1, HEAD_DIM // 2)
+    x, angles = torch.randn(11, HIDDEN), torch.rand(2, 11, 1, HEAD_DIM // 2)
     model = Model(torch.float32, has_norms=False)
-    bind(model, step, torch.float32, zeros)
+    # scores are above the cap
+    model.input_layernorm.weight.mul_(8)
+    give_caches(model, step, torch.float32, zeros)
     usual = model(x, angles, step, slice(None))
     vars(model.self_attn).update(options, backend=lambda *inputs: plain_attention(
         *inputs, **options).float())
-    bind(model, step, torch.float32, zeros)
+    give_caches(model, step, torch.float32, zeros)
     expected = model(x, angles, step, slice(None))
     optimize(model)
-    bind(model, step, torch.float32, empty_cache)
+    give_caches(model, step, torch.float32, empty_cache)
     found = model(x, angles, step, slice(None))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     assert (found - usual).abs().max() > 1e-3
 
 
@@ -149,22 +186,6 @@ def test_what_is_set_later_counts():
     linear = model.mlp.gate_up_proj
     linear.weight, linear.bias = plain.weight, plain.bias
     assert torch.equal(linear(x), plain(x))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inputs, outputs", [(40, 24), (256, 100)])
-def test_a_row_has_the_same_bits_in_few_and_in_many(inputs, outputs, dtype):
-    torch.manual_seed(0)
-    linear = nn.Linear(inputs, outputs).requires_grad_(False).to(dtype)
-    x = torch.randn(300, inputs).to(dtype)
-    exact = F.linear(x.double(), linear.weight.double(), linear.bias.double())
-    optimize(linear)
-    together = linear(x)
-    torch.testing.assert_close(
-        together.double(), exact, rtol=2**-7 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
-    for num_rows in (1, 2, 3, 4, 5, 33):
-        assert torch.equal(linear(x[7:7 + num_rows]), together[7:7 + num_rows])
-    assert linear(x[:0]).shape == (0, outputs)
 
 
 @pytest.mark.parametrize("linear", [
@@ -190,48 +211,6 @@ def test_an_mlp_has_swiglu_whether_its_weight_is_packed_or_not(dtype):
 
 
 # ------------------------------------------------------------------------- all layers at once
-
-
-class Layer(nn.Module):
-    def __init__(self, has_norms):
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.self_attn = Attention(has_norms)
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.mlp = MLP()
-
-    def forward(self, x, angles, step, rows):
-        x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Decoder(nn.Module):
-    def __init__(self, dtype, has_norms=True, num_layers=2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed_tokens = nn.Embedding(50, HIDDEN)
-        self.layers = nn.ModuleList(Layer(has_norms) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.to(dtype).requires_grad_(False)
-        for name, parameter in self.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-        self.rope = torch.rand(2, 100, HEAD_DIM // 2)
-
-    def forward(self, token_ids, step):
-        x = self.embed_tokens(token_ids)
-        angles = self.rope[:, step.positions, None]
-        for layer in self.layers:
-            is_last = layer is self.layers[-1]
-            x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
-        return self.norm(x)
-
-
-def give_caches(decoder, step, dtype, make):
-    num_blocks = int(step.block_tables.max()) + 1
-    caches = make(len(decoder.layers), num_blocks, 16, KV_HEADS, HEAD_DIM, dtype)
-    for layer, cache in zip(decoder.layers, caches):
-        layer.self_attn.cache = cache
 
 
 def fast_decoder(dtype, step, monkeypatch, hidden=64, **options):
@@ -403,7 +382,7 @@ def test_kernels_are_compiled_when_the_model_is_made_fast_and_gets_its_cache():
 if True:
         import numba, torch
         from cpu.reference import make_step
-        from cpu.test_modules import HEAD_DIM, HIDDEN, Model, bind
+        from cpu.test_modules import HEAD_DIM, HIDDEN, Model, give_caches
         from nanoengine_extras.cpu import empty_cache, optimize
 
         class Listener(numba.core.event.Listener):
@@ -415,7 +394,7 @@ if True:
         numba.core.event.register("numba:compile", listener := Listener())
         model, step = Model(torch.bfloat16), make_step([1, 9], [0, 0], 16)
         optimize(model)
-        bind(model, step, torch.bfloat16, empty_cache)
+        give_caches(model, step, torch.bfloat16, empty_cache)
         at_start = listener.count
         x = torch.randn(10, HIDDEN).bfloat16()
         model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))

@@ -24,10 +24,10 @@ PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
 # Each is a kernel to compile, which takes seconds: so most have one precision, not both, and the
 # tests below have shapes of these, or of the small models: with a soft cap, the shape of Gemma 2.
 SHAPES = [(2, 1, 16, 16, None, F32), (2, 2, 32, 16, None, F32), (2, 2, 32, 16, None, BF16),
-          (1, 2, 64, 128, 7, BF16), (2, 4, 80, 5, None, BF16), (1, 8, 128, 32, 300, BF16),
-          (2, 2, 32, 3, 40, F32)]
+          (1, 2, 64, 128, 7, BF16), (2, 4, 80, 5, None, BF16)]
 # shapes that no test of a small model has
 RARE = [pytest.param(*shape, marks=pytest.mark.slow) for shape in (
+    (1, 8, 128, 32, 300, BF16), (2, 2, 32, 3, 40, F32),
     (1, 4, 256, 32, None, F32), (1, 24, 64, 32, None, F32), (1, 24, 256, 32, None, F32),
     (1, 8, 512, 32, None, BF16), (2, 1, 512, 16, 40, F32), (3, 3, 24, 1, 40, F32),
     (3, 3, 24, 16, 40, BF16), (2, 1, 32, 16, None, F32), (1, 1, 64, 128, 7, BF16))]
@@ -58,16 +58,6 @@ def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window,
     expected = plain_attention(query, cache, window, step)
     assert out.dtype == dtype and out.shape == query.shape
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_large_scores_do_not_overflow():
-    step = make_step([1], [600], 16)
-    cache = random_cache(1, 32, 16, step, torch.float32, scale=100)
-    query = torch.randn(1, 1, 32) * 100
-    qkv = query.repeat(1, 4, 1)
-    out = attend_in_tiles(qkv, NO_NORMS, no_turn(1, 32), cache, None, step)
-    expected = plain_attention(qkv[:, :2], cache, None, step)
-    torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(F32, 1e-4), (BF16, 2e-2)])
@@ -114,17 +104,18 @@ def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
     assert (expected - without).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(F32, 1e-5), (BF16, 2e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [
+    pytest.param(F32, 1e-5, marks=pytest.mark.slow), (BF16, 2e-2)])
 def test_a_sink_can_be_any_number(dtype, tolerance):
     """It takes all of the weight, or nothing; and a window hides all keys of the first spans."""
     torch.manual_seed(0)
     sinks = torch.tensor([-torch.inf, -1e30, -100, 0, 20, 80, 200, 1e30])
-    step = make_step([1, 40], [599, 560], 32)
-    cache = random_cache(4, 64, 32, step, dtype)
-    qkv = torch.randn(41, 16, 64).to(dtype)
+    step = make_step([1, 40], [599, 560], 16)
+    cache = random_cache(4, 16, 16, step, dtype)
+    qkv = torch.randn(41, 16, 16).to(dtype)
     for window in (None, 5):
         out = attend_in_tiles(
-            qkv.clone(), NO_NORMS, no_turn(41, 64), cache, window, step, sinks=sinks)
+            qkv.clone(), NO_NORMS, no_turn(41, 16), cache, window, step, sinks=sinks)
         expected = plain_attention(qkv[:, :8], cache, window, step, sinks=sinks)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         assert out[:, 6:].count_nonzero() == 0 and expected[:, 0].abs().min() > 0
@@ -242,15 +233,17 @@ def test_other_cpus(name, features, tmp_path):
         import torch
         from nanoengine_extras.cpu.tiles import HAS_TILES
         from nanoengine_extras.cpu.vectors import has
-        from cpu.test_paged_attention import largest_error
+        from cpu import test_paged_attention, test_products
         print(has("avx512f"), has("avx512bf16"), HAS_TILES)
-        print(largest_error(torch.float32), largest_error(torch.bfloat16))"""
+        for tests in (test_paged_attention, test_products):
+            print(tests.largest_error(torch.float32), tests.largest_error(torch.bfloat16))"""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": PATHS,
                    "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     printed = subprocess.check_output(
         [sys.executable, "-c", script], env=environment, text=True).split()
     assert printed[:3] == ["False"] * 3
-    assert float(printed[3]) < 3e-6 and float(printed[4]) < 2e-2
+    errors = [*map(float, printed[3:])]
+    assert max(errors[::2]) < 3e-6 and max(errors[1::2]) < 2e-2
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ It finds nano-vllm (github.com/GeeeekExplorer/nano-vllm) in the folder .nano of 
 
 256 prompts of 100 to 1024 random tokens, 100 to 1024 new ones each, temperature 0.6, EOS ignored
 (its bench.py, seed 0). A warm-up with other lengths comes first. A repetition has other tokens, so
-that no prefix cache helps. Neither engine makes text. REHEARSAL=1: a tiny model on a CPU, eager.
+that no prefix cache helps. Neither engine makes text. REHEARSAL=1: ours with a tiny model on a CPU.
 """
 import argparse
 import json
@@ -29,39 +29,24 @@ DTYPE = torch.bfloat16
 
 
 def make() -> None:
-    """Writes config.json and model.safetensors, with the names of transformers' checkpoints."""
-    from safetensors.torch import save_file
+    """Writes config.json and model.safetensors, with random weights."""
+    import transformers
     config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())
     if DRY:
         config |= dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, head_dim=32,
-                       num_attention_heads=4, num_key_value_heads=2, vocab_size=10_001)
+                       num_attention_heads=4, num_key_value_heads=2, vocab_size=10_001,
+                       layer_types=["full_attention"] * 2)
     # both names: nano-vllm reads `config.dtype`
     config["dtype"] = config["torch_dtype"] = str(DTYPE).removeprefix("torch.")
-    size, inner, dim = (config[name] for name in ("hidden_size", "intermediate_size", "head_dim"))
-    queries, keys = (dim * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
-    generator = torch.Generator(DEVICE).manual_seed(0)
-
-    def drawn(*shape):
-        numbers = torch.empty(shape, dtype=torch.float32, device=DEVICE)
-        return numbers.uniform_(-0.03, 0.03, generator=generator).to("cpu", DTYPE)
-
-    tensors = {"model.embed_tokens.weight": drawn(config["vocab_size"], size)}
-    for layer in range(config["num_hidden_layers"]):
-        for name, shape in {
-                "self_attn.q_proj": (queries, size), "self_attn.k_proj": (keys, size),
-                "self_attn.v_proj": (keys, size), "self_attn.o_proj": (size, queries),
-                "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size),
-                "mlp.down_proj": (size, inner)}.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = drawn(*shape)
-        for name, length in {"input_layernorm": size, "post_attention_layernorm": size,
-                             "self_attn.q_norm": dim, "self_attn.k_norm": dim}.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(length, dtype=DTYPE)
-    tensors["model.norm.weight"] = torch.ones(size, dtype=DTYPE)
-    FOLDER.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    # on a CPU, to draw them takes long
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.Qwen3Config(**config), dtype=DTYPE)
+    model.save_pretrained(FOLDER)
+    # as it was, not as transformers writes it now
     (FOLDER / "config.json").write_text(json.dumps(config))
-    save_file(tensors, FOLDER / "model.safetensors", metadata={"format": "pt"})
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    print(f"== {num_bytes / 2**20:,.0f} MiB of weights")
+    print(f"== {sum(each.nbytes for each in model.parameters()) / 2**20:,.0f} MiB of weights")
 
 
 def workload(args, number: int) -> tuple[list[list[int]], list[int]]:
@@ -115,18 +100,14 @@ def run_nano(args) -> None:
     import torch.distributed as dist
     # 1. no network: a store in this process in place of tcp://localhost:2333
     init = dist.init_process_group
-    kind = "gloo" if DRY else "nccl"
     dist.init_process_group = lambda *_, world_size, rank, **others: init(
-        kind, store=dist.HashStore(), world_size=world_size, rank=rank)
+        "nccl", store=dist.HashStore(), world_size=world_size, rank=rank)
     # 2. no tokenizer: prompts are token ids, and text costs it no time
     transformers.AutoTokenizer.from_pretrained = lambda *_, **others: SimpleNamespace(
         eos_token_id=151_645, decode=lambda ids: "", encode=lambda text: [1])
-    if DRY:
-        import nano_on_cpu  # noqa: F401
     from nanovllm import LLM, SamplingParams
     began = time.perf_counter()
-    llm = LLM(str(FOLDER), enforce_eager=DRY or bool(args.eager),
-              max_model_len=200 if DRY else 4096)
+    llm = LLM(str(FOLDER), enforce_eager=bool(args.eager), max_model_len=4096)
     config = llm.model_runner.config
     assert config.hf_config.dtype == DTYPE, config.hf_config.dtype
     print(f"made in {time.perf_counter() - began:.1f} s: {config.num_kvcache_blocks} blocks, "

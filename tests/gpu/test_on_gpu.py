@@ -312,25 +312,16 @@ def test_nothing_is_lost_with_steps_really_in_flight(small, backend):
     assert results[0] == results[1]
 
 
-def test_every_logits_processor_works_on_the_gpu(small):
-    params = SamplingParams(
-        temperature=0.5, seed=1, max_tokens=12, min_tokens=6, stop_token_ids=[3],
-        presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, min_p=0.01, top_k=50,
-        top_p=0.9, logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 300)),
-        logits_processors=[lambda input_ids, scores: scores - (input_ids.sum() * 0)])
-    results = []
-    for device in ("cuda", "cpu"):
-        with LLM(small[0], dtype="float32", device=device, block_size=256, num_kv_blocks=30,
-                 max_model_len=1024, max_num_seqs=8) as llm:
-            results.append([output.token_ids for output in run(llm, params=params)])
-    assert results[0] == results[1]
-
-
 SHORT = dict(temperature=0, max_tokens=12, ignore_eos=True)
 FEATURES_IN_USE = {
     "int8": (dict(quantization="int8"), SHORT),
     "several": ({}, dict(n=3, seed=1, max_tokens=12, ignore_eos=True, logprobs=2)),
     "prompt": (dict(max_num_batched_tokens=64), SHORT | dict(prompt_logprobs=1)),
+    "edited": ({}, dict(
+        temperature=0.5, seed=1, max_tokens=12, min_tokens=6, stop_token_ids=[3],
+        presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, min_p=0.01, top_k=50,
+        top_p=0.9, logit_bias={5: 2.0}, allowed_token_ids=list(range(2, 300)),
+        logits_processors=[lambda input_ids, scores: scores - input_ids.sum() * 0])),
     "grammar": ({}, dict(temperature=0, max_tokens=20, structured_outputs=dict(
         regex="(cat|dog) [0-9]{2,4}")))}
 

@@ -1,17 +1,16 @@
 """Compiles the kernels for GPUs that are not here, and prints what the compiler says of them.
 
-    python tests/gpu_kernels/cubins.py             # all models; several minutes
-    python tests/gpu_kernels/cubins.py Qwen3-0.6B any
+    python tests/gpu_kernels/cubins.py             # several minutes
 
-For each kernel, with the shapes that a model gives it: registers of a thread, bytes that it spills,
-shared memory of a program, and how many programs a multiprocessor holds at once.
+A line of JSON for each kernel, with the shapes that a model gives it, and each GPU: registers of a
+thread, the bytes that it spills, and the shared memory of a program.
 """
 
-import inspect
 import io
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,21 +19,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from nanoengine_extras.gpu import attention, norms, sampling  # noqa: E402
 
-# registers and threads of a multiprocessor, its shared memory and that of a program, in bytes; the
-# most programs (NVIDIA, CUDA C++ Programming Guide, table of compute capabilities)
-GPUS = {80: (65_536, 2048, 164 * 1024, 163 * 1024, 32),
-        90: (65_536, 2048, 228 * 1024, 227 * 1024, 32),
-        120: (65_536, 1536, 100 * 1024, 99 * 1024, 24)}
-NAMES = {80: "A100", 90: "H100", 120: "RTX 5090"}
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-         torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64"}
+# A100, H100, RTX 5090
+GPUS = 80, 90, 120
+KERNELS = {(module, name): getattr(module, name) for module in (norms, attention, sampling)
+           for name in vars(module) if name.endswith("_kernel")}
 
 
 class Model(NamedTuple):
@@ -53,9 +47,8 @@ MODELS = {
     "Qwen3-0.6B": Model(1024, 3072, 16, 8, 128, True, None),
     "Llama-3-8B": Model(4096, 14336, 32, 8, 128, False, None),
     "Qwen2.5-7B": Model(3584, 18944, 28, 4, 128, False, None),
-    "Mistral-7B": Model(4096, 14336, 32, 8, 128, False, 4096)}
-# head dims, soft caps and sinks that these models do not have
-OTHERS = {
+    "Mistral-7B": Model(4096, 14336, 32, 8, 128, False, 4096),
+    # head dims, soft caps and sinks that these models do not have
     "head_dim 64": Model(2048, 8192, 32, 8, 64, False, None),
     "head_dim 80": Model(2560, 6912, 32, 32, 80, False, None),
     "head_dim 256": Model(2048, 8192, 16, 1, 256, False, None),
@@ -64,46 +57,47 @@ OTHERS = {
     "gpt-oss-20b": Model(2880, 2880, 64, 8, 64, False, 128, has_sinks=True)}
 
 
-class Launch(NamedTuple):
-    kernel: Any
-    arguments: dict[str, Any]
-    options: dict[str, Any]
+class NoGPU:
+    """The driver of a machine without a GPU: all that compiling asks of it."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        # for each, Triton keeps what it has compiled
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-class Recorder:
-    """Stands in for a kernel: it notes how it is launched."""
+class Compiled:
+    """Stands in for a kernel: a launch only compiles it, and is told of the result.
 
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+    note: is called with the kernel's name, what the compiler has made, and what it has printed.
+    """
+
+    def __init__(self, kernel: Any, note: Callable[[str, Any, str], None]) -> None:
         self.kernel = kernel
-        self.launches = launches
+        self.note = note
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:
-            names = inspect.signature(self.kernel.fn).parameters
-            options = dict(options)
-            own = {name: options.pop(name) for name in [*options] if name in names}
-            self.launches.append(
-                Launch(self.kernel, dict(zip(names, arguments)) | own, options))
+            with redirect_stdout(io.StringIO()) as printed:
+                made = self.kernel.warmup(*arguments, grid=(1,), **options)
+            self.note(self.kernel.fn.__name__, made, printed.getvalue())
         return launch
 
 
-def launches_of(run: Callable[[], Any]) -> list[Launch]:
-    """Returns all launches of some of the library's functions, on an H100."""
-    launches: list[Launch] = []
-    kernels = {(module, name): getattr(module, name) for module in (norms, attention, sampling)
-               for name in vars(module) if name.endswith("_kernel")}
-    for (module, name), kernel in kernels.items():
-        setattr(module, name, Recorder(kernel, launches))
-    cores = attention.num_cores
+def compile_only(arch: int, note: Callable[[str, Any, str], None] = lambda *_: None) -> None:
+    """From now on, kernels are compiled for this GPU, and not launched."""
+    triton.runtime.driver.set_active(NoGPU(arch))
     attention.num_cores = lambda device: 132  # type: ignore
-    try:
-        with torch.device("meta"):
-            run()
-    finally:
-        attention.num_cores = cores
-        for (module, name), kernel in kernels.items():
-            setattr(module, name, kernel)
-    return launches
+    for (module, name), kernel in KERNELS.items():
+        setattr(module, name, Compiled(kernel, note))
 
 
 def run_layer(model: Model, dtype: torch.dtype, kind: str) -> None:
@@ -129,146 +123,35 @@ def run_layer(model: Model, dtype: torch.dtype, kind: str) -> None:
     norms.swiglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
 
 
-def source_of(launch: Launch) -> ASTSource:
-    """What a launch compiles: types, constants, and which arguments are multiples of 16."""
-    signature, constants, attributes = {}, {}, {}
-    for number, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        is_tensor = isinstance(value, torch.Tensor)
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name] = "constexpr"
-            constants[number,] = value
-        elif is_tensor:
-            signature[parameter.name] = TYPES[value.dtype]
-        else:
-            is_int = isinstance(value, int)
-            signature[parameter.name] = ("i64" if value >= 2**31 else "i32") if is_int else "fp32"
-        is_fixed = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        if signature[parameter.name] != "constexpr" and is_fixed:
-            if is_tensor or (isinstance(value, int) and value % 16 == 0):
-                attributes[number,] = [["tt.divisibility", 16]]
-    return ASTSource(launch.kernel, signature, constants, attributes)
+def run_sampling(dtype: torch.dtype) -> None:
+    """All models share it; draws are from logits of a dtype."""
+    numbers = torch.empty(2, 256, dtype=torch.float64)
+    sampling.draw(torch.empty(256, 151_936, dtype=dtype), *numbers)
+    draws = SimpleNamespace(min_p=numbers[0], top_k=numbers[0], top_p=numbers[0])
+    sampling.truncate(torch.empty(256, 151_936), draws, {"top_p"}, [0])
 
 
-def compiled(launch: Launch, arch: int) -> dict[str, int]:
-    """Returns the compiler's figures: registers, spilled and shared bytes, and the occupancy."""
-    triton.runtime.driver.set_active(NoGPU(arch))
+def main(models: dict[str, Model] = MODELS) -> None:
     triton.knobs.compilation.always_compile = True
     triton.knobs.nvidia.dump_ptxas_log = True
-    with redirect_stdout(io.StringIO()) as printed:
-        kernel = triton.compile(source_of(launch), GPUTarget("cuda", arch, 32), launch.options)
-    log = printed.getvalue()
-    registers = int(re.findall(r"Used (\d+) registers", log)[0])
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
-    threads = 32 * kernel.metadata.num_warps
-    all_registers, most_threads, shared_memory, of_program, programs = GPUS[arch]
-    # a warp gets registers in parts of 256, a program shared memory in parts of 128 and 1 KiB more
-    of_warp = -(-registers * 32 // 256) * 256
-    shared = kernel.metadata.shared
-    assert shared <= of_program
-    taken = -(-shared // 128) * 128 + 1024
-    held = min(programs, most_threads // threads, shared_memory // taken,
-               all_registers // of_warp // kernel.metadata.num_warps)
-    return {"registers": registers, "spilled": spilled, "shared": shared,
-            "programs": held, "threads": threads,
-            "occupancy": 100 * held * threads // most_threads}
+    for arch in GPUS:
+        for dtype in (torch.bfloat16, torch.float32):
+            for name, model in models.items():
+                def note(kernel: str, made: Any, log: str) -> None:
+                    # it is empty for a kernel that another model has, too
+                    if log:
+                        print(json.dumps({
+                            "model": name, "dtype": str(dtype)[6:],  # noqa: B023
+                            "kernel": kernel.removesuffix("_kernel"), "arch": arch,  # noqa: B023
+                            "registers": int(re.findall(r"Used (\d+) registers", log)[0]),
+                            "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+                            "shared": made.metadata.shared}), flush=True)
 
-
-class NoGPU:
-    """The driver of a machine without a GPU: all that compiling asks of it."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def kernels_of(model: Model, dtype: torch.dtype) -> dict[str, Launch]:
-    """Returns the launches of a layer by name: attention has one for each kind of step."""
-    found = {}
-    for kind in ("prompt", "mixed", "decode", "split"):
-        for launch in launches_of(lambda: run_layer(model, dtype, kind)):  # noqa: B023
-            name = launch.kernel.fn.__name__.removesuffix("_kernel")
-            found[f"{name}, {kind}" if name == "attention" else name] = launch
-    return found
-
-
-def kernels_of_sampling(dtype: torch.dtype) -> dict[str, Launch]:
-    """Returns the launches that all models share; draws are from logits of a dtype."""
-    def run() -> None:
-        numbers = torch.empty(2, 256, dtype=torch.float64)
-        sampling.draw(torch.empty(256, 151_936, dtype=dtype), *numbers)
-        if dtype == torch.float32:
-            draws = SimpleNamespace(min_p=numbers[0], top_k=numbers[0], top_p=numbers[0])
-            sampling.truncate(torch.empty(256, 151_936), draws, {"top_p"}, [0])
-
-    names = ("draw, sums", "draw, pick", "radix, first", "radix", "radix", "keep")
-    return dict(zip(names, launches_of(run)))
-
-
-def rows(chosen: list[str]) -> Iterator[str]:
-    """Yields a row of the table for each kernel and GPU. chosen: names of models, empty for all."""
-    # models share some kernels
-    known: dict[str, dict[str, int]] = {}
-    all_launches = {(name, dtype): kernels_of(model, dtype)
-                    for name, model in (MODELS | OTHERS).items()
-                    for dtype in (torch.bfloat16, torch.float32)}
-    for dtype in (torch.bfloat16, torch.float32):
-        all_launches["any", dtype] = kernels_of_sampling(dtype)
-    if unknown := {*chosen} - {name for name, _ in all_launches}:
-        sys.exit(f"{unknown} is not known: it can be {[*MODELS, *OTHERS, 'any']}")
-    for (model_name, dtype), launches in all_launches.items():
-        if chosen and model_name not in chosen:
-            continue
-        for kernel, launch in launches.items():
-            is_attention = kernel.startswith("attention") or kernel == "join"
-            # the rest is shown for models only
-            if not is_attention and model_name in OTHERS:
-                continue
-            for arch in GPUS:
-                source = source_of(launch)
-                key = str((source.signature, source.constants, launch.options, kernel, arch))
-                if key not in known:
-                    known[key] = compiled(launch, arch)
-                figures = known[key]
-                yield (f"| {model_name} | {str(dtype)[6:]} | {kernel} | sm_{arch} | "
-                       "{threads} | {registers} | {spilled} | {shared:,} | {programs} | "
-                       "{occupancy} % |".format(**figures))
-
-
-HEAD = """# What the compiler says of the Triton kernels
-
-Triton {triton} has compiled the kernels of nanoengine_extras.gpu, without a GPU, to machine code
-for three
-generations of GPUs: {gpus}.
-Nothing here was measured on one.
-
-*Spilled*: bytes of a thread's numbers that did not fit its registers. *Shared*: bytes of shared
-memory of a program (a block of threads). *Programs*: how many a multiprocessor holds at once, by
-registers, threads and shared memory; *occupancy*: which share of its threads that is. Attention
-computes prompts (4 of 2,048 tokens), a chunk of 8,192 tokens beside 255 decodes (*mixed*), decodes
-(256 sequences) and decodes with split keys (one sequence); *join* adds the splits up. *Norm*
-includes the residual sum, and *heads* are norm (Qwen3), rotation and the storing of K and V.
-*Radix* and *keep* are those of top-p sampling, and *draw* adds weights up and picks tokens,
-for 256 rows of 151,936 logits.
-
-| model | dtype | kernel | GPU | threads | registers | spilled | shared | programs | occupancy |
-| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-"""
-
-
-def main() -> None:
-    gpus = ", ".join(f"sm_{arch} (such as an {NAMES[arch]})" for arch in GPUS)
-    print(HEAD.format(triton=triton.__version__, gpus=gpus), end="")
-    for row in rows(sys.argv[1:]):
-        print(row, flush=True)
+                compile_only(arch, note)
+                with torch.device("meta"):
+                    for kind in ("prompt", "mixed", "decode", "split"):
+                        run_layer(model, dtype, kind)
+                    run_sampling(dtype)
 
 
 if __name__ == "__main__":

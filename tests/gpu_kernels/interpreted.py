@@ -82,25 +82,19 @@ def check_attention(query, cache, window, step) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 896), (5, 257), (0, 64), (2, 5120)])
-def test_rms_norm(dtype, rows, size):
-    x, weight = torch.randn(rows, size, dtype=dtype), torch.randn(size, dtype=dtype)
-    total, normed = rms_norm(x, weight, 1e-5)
-    assert total is x
-    is_close(normed, plain.rms_norm(x, weight, 1e-5))
-
-
-@DTYPES
-@pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 896), (5, 257), (0, 64)])
-def test_residual_sum_and_norm(dtype, rows, size):
+def test_rms_norm(dtype, rows, size, has_delta):
     x, delta = torch.randn(2, rows, size, dtype=dtype)
     x.mul_(30)
     weight = torch.randn(size, dtype=dtype)
     before = x.clone()
-    total, normed = rms_norm(x, weight, 1e-6, delta)
-    assert torch.equal(total, x + delta) and torch.equal(x, before)
+    total, normed = rms_norm(x, weight, 1e-6, delta if has_delta else None)
     # of the rounded sum
-    is_close(normed, plain.rms_norm(x + delta, weight, 1e-6))
+    expected = x + delta if has_delta else x
+    assert torch.equal(total, expected) and torch.equal(x, before)
+    assert has_delta or total is x
+    is_close(normed, plain.rms_norm(expected, weight, 1e-6))
 
 
 def test_norm_of_other_strides():
@@ -123,11 +117,8 @@ def test_a_row_with_nan_or_infinity_is_alone():
 @pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 1300), (4, 77), (0, 64)])
 def test_swiglu(dtype, rows, size):
     x = (torch.randn(rows, 2 * size) * 5).to(dtype)
-    is_close(swiglu(x), plain.swiglu(x))
-
-
-def test_swiglu_of_large_gates():
-    x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, torch.nan, 1.0] + [2.0] * 6])
+    if size > 60:
+        x[:2, :6] = torch.tensor([-1e4, -100.0, 100.0, 1e4, torch.nan, 1.0]).to(dtype)
     is_close(swiglu(x), plain.swiglu(x))
 
 
@@ -219,9 +210,17 @@ def test_attention(dtype, seqs, heads, kv_heads, head_dim, block_size, window):
     check_attention(*inputs_of(step, heads, kv_heads, head_dim, block_size, dtype), window, step)
 
 
-def test_attention_in_float16():
-    step = step_of(MIXED)
-    check_attention(*inputs_of(step, 4, 2, 64, dtype=torch.float16), None, step)
+@pytest.mark.parametrize("seqs, heads, kv_heads, dtype", [
+    (MIXED, 4, 2, torch.float16), ([(20, 1), (3, 4)], 71, 1, torch.float32),
+    # of any lengths, sequences have no more tiles than the grid
+    *[([(3, new) for new in news], 3, 1, torch.float32)
+      for news in ([1, 23, 1, 11, 5], [7] * 5, [70, 1])],
+    # many, of which all but a few have no query in this step
+    ([(5, 0)] * 100 + [(3, 1)] + [(5, 0)] * 160 + [(20, 1), (3, 4)], 16, 1, torch.float32)],
+    ids=["float16", "more heads than rows in a tile", *"123", "many"])
+def test_attention_of_other_steps(seqs, heads, kv_heads, dtype):
+    step = step_of(seqs)
+    check_attention(*inputs_of(step, heads, kv_heads, 64, dtype=dtype), None, step)
 
 
 @DTYPES
@@ -231,11 +230,6 @@ def test_attention_of_wide_heads(dtype, head_dim):
     check_attention(*inputs_of(step, 2, 1, head_dim, dtype=dtype), 30, step)
     with pytest.raises(ValueError, match="head_dim=513 is not accepted: .* at most 512"):
         paged_attention(torch.zeros(1, 4, 513), torch.zeros(2, 1, 16, 2, 513), None, step)
-
-
-def test_attention_of_more_heads_than_rows_in_a_tile():
-    step = step_of([(20, 1), (3, 4)])
-    check_attention(*inputs_of(step, 71, 1, 64), None, step)
 
 
 @DTYPES
@@ -306,19 +300,6 @@ def test_a_grid_is_fixed_by_the_shape_of_a_step(monkeypatch):
         step = step_of(seqs, width=16, longest_keys=256)
         paged_attention(*inputs_of(step, 4, 2, 64), None, step)
     assert len(grids) == 3 and len({*grids}) == 1
-
-
-def test_attention_has_a_program_for_every_tile():
-    """Sequences of any lengths have no more tiles than the grid."""
-    for news in ([1, 23, 1, 11, 5], [7] * 5, [70, 1]):
-        step = step_of([(3, new) for new in news])
-        check_attention(*inputs_of(step, 3, 1, 64), None, step)
-
-
-def test_attention_of_many_sequences():
-    """All but a few have no query in this step."""
-    step = step_of([(5, 0)] * 100 + [(3, 1)] + [(5, 0)] * 160 + [(20, 1), (3, 4)])
-    check_attention(*inputs_of(step, 16, 1, 64), None, step)
 
 
 def test_padded_rows_read_block_0():
@@ -496,15 +477,13 @@ def test_a_draw_is_the_engine_s_own(size, dtype, is_logits):
     assert torch.equal(found[15:17], logits[15:17].argmax(dim=1))
 
 
-def test_a_draw_without_any_weight():
-    weights = torch.zeros(2, 256)
-    weights[1, 5] = torch.nan
-    assert draw(weights, torch.rand(2, dtype=torch.float64)).tolist() == [-1, -1]
-    assert draw(weights[:0], torch.rand(0, dtype=torch.float64)).tolist() == []
-
-
 @pytest.mark.parametrize("size", [640, 10_000])
 def test_a_token_with_weight_is_drawn_whatever_the_number(size):
+    weights = torch.zeros(2, 256)
+    weights[1, 5] = torch.nan
+    none = draw(weights, torch.rand(2, dtype=torch.float64))
+    assert none.tolist() == [-1, -1], "without any weight"
+    assert draw(weights[:0], torch.rand(0, dtype=torch.float64)).tolist() == []
     weights = torch.zeros(50, size)
     places = torch.arange(50) * (size // 50)
     weights[torch.arange(50), places] = torch.rand(50) + 1e-3
@@ -692,17 +671,25 @@ def test_names_parameters_and_classes_stay(models):
 
 
 @torch.inference_mode()
-def test_a_norm_that_is_not_known_keeps_its_layers(make_model):
-    """A norm of another kind cannot take a residual sum: each layer runs as it is."""
-    folder, _ = make_model("Qwen2", num_hidden_layers=2)
+def check_changed(folder, change) -> tuple:
+    """A changed model computes the same when it is optimized; returns it, and its results."""
     results = []
     for backend in (gather_attention, paged_attention):
         model, _ = decoder(folder, torch.float32, backend)
-        model.layers[1].input_layernorm = torch.nn.LayerNorm(64)
-        if backend is paged_attention:
+        change(model)
+        if results:
             optimize(model)
         results.append(model(*next_step(PROMPTS, [0, 0])))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    return model, results[1]
+
+
+def test_a_norm_that_is_not_known_keeps_its_layers(make_model):
+    """A norm of another kind cannot take a residual sum: each layer runs as it is."""
+    def change(model) -> None:
+        model.layers[1].input_layernorm = torch.nn.LayerNorm(64)
+
+    check_changed(make_model("Qwen2", num_hidden_layers=2)[0], change)
 
 
 @torch.inference_mode()
@@ -803,19 +790,13 @@ def test_gradients_and_other_dtypes_are_pytorch_s_own():
     (torch.nn.LayerNorm(32), torch.nn.LayerNorm(32)), (Centered(32, 1e-6), Centered(32, 1e-6)),
     (torch.nn.RMSNorm(32, 1e-6), torch.nn.RMSNorm(32, 1e-5)),
     (torch.nn.RMSNorm(32, 1e-6), torch.nn.Identity())])
-@torch.inference_mode()
 def test_attention_with_other_norms_of_heads_keeps_its_forward(make_model, norms):
-    folder, _ = make_model("Qwen3", num_hidden_layers=2)
-    results = []
-    for is_fast in (False, True):
-        model, _ = decoder(folder, torch.float32, gather_attention)
+    def change(model) -> None:
         for layer in model.layers:
             layer.self_attn.q_norm, layer.self_attn.k_norm = (each.to(DEVICE) for each in norms)
-        if is_fast:
-            optimize(model)
-            assert type(model.layers[0].self_attn) is plain.Attention
-        results.append(model(*next_step(PROMPTS, [0, 0])))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+    model, _ = check_changed(make_model("Qwen3", num_hidden_layers=2)[0], change)
+    assert type(model.layers[0].self_attn) is plain.Attention
 
 
 class Weaker(plain.DecoderLayer):
@@ -824,14 +805,9 @@ class Weaker(plain.DecoderLayer):
         return x + 0.3 * self.mlp(self.post_attention_layernorm(x))
 
 
-@torch.inference_mode()
 def test_layers_of_another_kind_keep_their_forward(make_model, monkeypatch):
     folder, _ = make_model("Qwen2", num_hidden_layers=2)
-    usual, _ = decoder(folder, torch.float32, gather_attention)
+    _, usual = check_changed(folder, lambda model: None)
     monkeypatch.setattr(plain, "DecoderLayer", Weaker)
-    model, _ = decoder(folder, torch.float32, gather_attention)
-    fast, _ = decoder(folder, torch.float32, paged_attention)
-    optimize(fast)
-    results = [each(*next_step(PROMPTS, [0, 0])) for each in (usual, model, fast)]
-    torch.testing.assert_close(results[2], results[1], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(results[0], results[1], rtol=1e-2)
+    _, found = check_changed(folder, lambda model: None)
+    assert not torch.allclose(usual, found, rtol=1e-2)
