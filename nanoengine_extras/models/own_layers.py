@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map
 
 from nanoengine.model import Decoder, DecoderLayer, RMSNorm
 from nanoengine_extras.models.transformers_models.modules import (
-    GatedMLP, Inputs, Others, Run, current, is_linear, is_quantized, known_part, layers_of,
-    only_tensors, side_by_side)
+    GatedMLP, Inputs, Others, Run, current, in_order, is_linear, is_quantized, known_part,
+    layers_of, only_tensors, side_by_side)
 from nanoengine_extras.models.transformers_models.trial import is_same, random_rows
 from nanoengine_extras.models.transformers_models.watching import replaced
 
@@ -182,12 +182,6 @@ def states_and_angles(run: Run) -> tuple[list[Tensor], list[tuple]]:
     values = *run.arguments, *run.options.values()
     states = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
     return states, [each for each in values if isinstance(each, tuple) and len(each) == 2]
-
-
-def in_order(modules: Iterable[nn.Module], inputs: Inputs) -> list[Any]:
-    """Returns the modules that were called, in the order of their first calls."""
-    wanted = {*modules}
-    return [each for each in inputs if each in wanted and inputs[each]]
 
 
 def candidates(call: Any, owner: Any, inputs: Inputs, dtype: torch.dtype) -> Iterator[Any]:

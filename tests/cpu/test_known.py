@@ -23,21 +23,16 @@ close = torch.testing.assert_close
 ROOT = Path(__file__).parents[2]
 
 
+def twice(x):
+    return 2 * x
+
+
 def fast(module):
     """A module without gradients, and what it is after `optimize`."""
     module.requires_grad_(False)
     before = copy.deepcopy(module)
     optimize(module)
     return before, module
-
-
-def changed(name, function):
-    """An MLP whose class has another attribute."""
-    return type("Changed", (MLP,), {name: function})()
-
-
-def twice(x):
-    return 2 * x
 
 
 # ------------------------------------------------------------------------------- nn.Linear
@@ -57,12 +52,16 @@ def inputs_of(size):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 32), (40, 24), (1, 1), (7, 3)], ids=str)
 def test_inputs_of_any_shape(dtype, tolerance, bias, sizes):
+    """The weight is seen as it was, in the module's own attribute and in what is saved."""
     before, linear = fast(nn.Linear(*sizes, bias=bias).to(dtype))
-    assert linear.is_packed
     for name, x in inputs_of(sizes[0]).items():
         found, expected = linear(x.to(dtype)), before(x.to(dtype))
         assert found.shape == expected.shape and found.is_contiguous(), name
         assert torch.allclose(found, expected, rtol=tolerance, atol=tolerance), name
+    assert linear.is_packed and torch.equal(linear.weight, before.weight)
+    saved = linear.state_dict()
+    assert saved.keys() == before.state_dict().keys() == dict(linear.named_parameters()).keys()
+    assert all(torch.equal(saved[name], each) for name, each in before.state_dict().items())
 
 
 @pytest.mark.parametrize("x", [
@@ -86,23 +85,23 @@ def test_modes_of_pytorch():
                  torch.autocast("cpu", torch.bfloat16)):
         with mode:
             close(linear(x), before(x))
-    gradients = []
-    for each in (linear, before):
-        watched = x.clone().requires_grad_()
-        each(watched).square().sum().backward()
-        gradients.append(watched.grad)
-    close(*gradients)
-    close(torch.vmap(linear)(x), before(x))
-    close(torch.func.jacrev(linear)(x), torch.func.jacrev(before)(x))
-    close(torch.func.jvp(linear, (x,), (x,)), torch.func.jvp(before, (x,), (x,)))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x)
-        tangents = [torch.autograd.forward_ad.unpack_dual(each(dual)).tangent
-                    for each in (linear, before)]
-    close(*tangents)
     negative = torch.randn(3, 64, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
-    close(linear(negative), before(negative))
+
+    def tangent(each):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            return torch.autograd.forward_ad.unpack_dual(each(dual)).tangent
+
+    def gradient(each):
+        watched = x.clone().requires_grad_()
+        each(watched).square().sum().backward()
+        return watched.grad
+
+    for of in (lambda each: torch.vmap(each)(x), lambda each: torch.func.jacrev(each)(x),
+               lambda each: torch.func.jvp(each, (x,), (x,)), lambda each: each(negative),
+               tangent, gradient):
+        close(of(linear), of(before))
 
 
 def test_a_weight_with_gradients_is_packed_and_still_gets_them():
@@ -119,22 +118,9 @@ def test_a_weight_with_gradients_is_packed_and_still_gets_them():
         close(linear(x), before(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [(64, 128), (37, 82)], ids=str)
-def test_a_packed_weight_is_seen_as_it_was(dtype, sizes):
-    """In the module's own attribute, and in what is saved."""
-    before, linear = fast(nn.Linear(*sizes).to(dtype))
-    assert torch.equal(linear.weight, before.weight)
-    x = torch.randn(3, sizes[0]).to(dtype)
-    close(F.linear(x, linear.weight, linear.bias), before(x))
-    saved = linear.state_dict()
-    assert saved.keys() == before.state_dict().keys() and linear.is_packed
-    assert all(torch.equal(saved[name], each) for name, each in before.state_dict().items())
-    assert [name for name, _ in linear.named_parameters()] == ["weight", "bias"]
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_packed_weight_can_be_loaded_anew(assign):
+    """And copied, changed, and cast."""
     _, linear = fast(nn.Linear(64, 32))
     other = nn.Linear(64, 32).requires_grad_(False)
     linear.load_state_dict(other.state_dict(), assign=assign)
@@ -144,37 +130,16 @@ def test_a_packed_weight_can_be_loaded_anew(assign):
     with pytest.raises(RuntimeError, match="size mismatch"):
         linear.load_state_dict(nn.Linear(63, 31).state_dict())
     close(linear(x), other(x))
-
-
-def test_a_packed_weight_changes_its_dtype():
-    before, linear = fast(nn.Linear(64, 32))
-    for dtype in (torch.bfloat16, torch.float64, torch.float16, torch.float32):
-        linear, before = linear.to(dtype), before.to(dtype)
-        assert linear.weight.dtype == dtype
-        x = torch.randn(3, 64).to(dtype)
-        close(linear(x), before(x), rtol=2e-2, atol=2e-2)
-
-
-def test_modules_that_read_a_weight_themselves():
-    x = torch.randn(2, 5, 32)
-    for module in (nn.MultiheadAttention(32, 4, batch_first=True).eval(),
-                   nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()):
-        inputs = [x] * (3 if isinstance(module, nn.MultiheadAttention) else 1)
-        before, module = fast(module)
-        for mode in (torch.no_grad(), torch.inference_mode()):
-            with mode:
-                close(module(*inputs), before(*inputs))
-
-
-def test_copies_compute_the_same_bits():
-    _, linear = fast(nn.Linear(64, 32))
-    x = torch.randn(3, 64)
     copied = copy.deepcopy(linear)
     assert torch.equal(copied(x), linear(x))
     copied.weight = nn.Parameter(copied.weight * 2, False)
     assert not torch.equal(copied(x), linear(x))
     optimize(linear)
     assert type(linear).__mro__.count(PackedLinear) == 1, "optimized twice"
+    for dtype in (torch.bfloat16, torch.float64, torch.float16, torch.float32):
+        linear, other = linear.to(dtype), other.to(dtype)
+        assert linear.weight.dtype == dtype
+        close(linear(x.to(dtype)), other(x.to(dtype)), rtol=2e-2, atol=2e-2)
 
 
 class Doubled(nn.Linear):
@@ -183,18 +148,12 @@ class Doubled(nn.Linear):
 
 
 class Named(nn.Linear):
-    def name(self):
-        return "mine"
+    name = "mine"
 
 
-def test_classes_that_inherit_from_a_linear():
-    x = torch.ones(8)
-    before, linear = fast(Doubled(8, 8))
-    assert type(linear) is Doubled and torch.equal(linear(x), before(x))
-    assert not optimize(nn.Sequential(linear)), "not packed"
-    before, linear = fast(Named(8, 8))
-    assert isinstance(linear, Named) and linear.name() == "mine" and linear.is_packed
-    close(linear(x), before(x))
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
 
 
 def patched(linear):
@@ -207,27 +166,42 @@ def pruned(linear):
     return linear
 
 
-class Square(nn.Module):
-    def forward(self, x):
-        return x * x
+def hooked(linear):
+    linear.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    linear.register_forward_hook(lambda module, inputs, out: out + 1)
+    return linear
 
 
-@pytest.mark.parametrize("change", [
-    patched, pruned, parametrizations.weight_norm,
-    lambda linear: parametrize.register_parametrization(linear, "weight", Square()),
-    lambda linear: parametrize.register_parametrization(linear, "bias", Square())])
-def test_linears_that_are_not_what_they_seem(change):
-    linear = change(nn.Linear(8, 8))
-    expected = linear(torch.ones(2, 3, 8))
-    optimize(linear)
-    assert torch.equal(linear(torch.ones(2, 3, 8)), expected)
-
-
-def test_shared_weights():
-    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+def sharing(first):
+    second = nn.Linear(32, 32)
     second.weight = first.weight
-    before, both = fast(nn.Sequential(first, second, first))
-    close(both(torch.ones(8)), before(torch.ones(8)))
+    return nn.Sequential(first, second, first)
+
+
+@pytest.mark.parametrize("make, is_known", [
+    (lambda linear: Named(32, 32), True), (hooked, True), (sharing, True),
+    # classes that inherit from a linear, and linears that are not what they seem
+    (lambda linear: Doubled(32, 32), False), (patched, False), (pruned, False),
+    (parametrizations.weight_norm, False),
+    (lambda linear: parametrize.register_parametrization(linear, "weight", Square()), False),
+    (lambda linear: parametrize.register_parametrization(linear, "bias", Square()), False),
+    # modules that read a weight themselves
+    (lambda linear: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), None)])
+def test_all_linears_compute_what_they_did(make, is_known):
+    x = torch.randn(2, 3, 32)
+    module = make(nn.Linear(32, 32)).requires_grad_(False)
+    kind, expected = type(module), module(x)
+    optimize(module)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            close(module(x), expected)
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    if is_known is not None:
+        assert {isinstance(each, PackedLinear) for each in linears} == {is_known}
+        assert isinstance(module, kind) and getattr(module, "name", "mine") == "mine"
+
+
+def test_a_head_can_share_the_weight_of_an_embedding():
     embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
     head.weight = embedding.weight
     _, tied = fast(nn.ModuleList([embedding, head]))
@@ -235,55 +209,59 @@ def test_shared_weights():
     close(head(x), x @ embedding.weight.T)
 
 
-def test_hooks_change_what_they_changed():
-    linear = nn.Linear(8, 8)
-    linear.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
-    linear.register_forward_hook(lambda module, inputs, out: out + 1)
-    before, linear = fast(linear)
-    close(linear(torch.ones(2, 3, 8)), before(torch.ones(2, 3, 8)))
-
-
 # ------------------------------------------------------------------------------------- MLPs
 
 
-def gelu_of_gate(self, x):
-    gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-    return self.down_proj(F.gelu(gate) * up)
+class Counting(MLP):
+    """Calls the known forward."""
+
+    def forward(self, x):
+        return super().forward(x)
 
 
-def ups_first(self, x):
-    up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
-    return self.down_proj(F.silu(gate) * up)
+class Same(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same without comments, docstrings, types and layout."""
+        # the same
+        return self.down_proj(
+            swiglu(self.gate_up_proj(x)))
 
 
-def clamped(self, x):
-    return self.down_proj(swiglu(self.gate_up_proj(x)).clamp(-1, 1))
+class GeluOfGate(MLP):
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.gelu(gate) * up)
 
 
-def with_scale(self, x, scale=0.5):
-    return self.down_proj(swiglu(self.gate_up_proj(x))) * scale
+class WithScale(MLP):
+    def forward(self, x, scale=0.5):
+        return self.down_proj(swiglu(self.gate_up_proj(x))) * scale
 
 
-@pytest.mark.parametrize("forward", [gelu_of_gate, ups_first, clamped, with_scale])
-def test_other_mlps_keep_their_forward(forward):
-    before, mlp = fast(changed("forward", forward))
-    x = 5 * torch.randn(2, 3, 48)
-    close(mlp(x), before(x), rtol=1e-4, atol=1e-4)
-    assert not isinstance(mlp, GatedMLP) and mlp.gate_up_proj.is_packed and mlp.down_proj.is_packed
-    assert not optimize(mlp)
+class Plus(MLP):
+    def forward(self, x):
+        return self.down_proj(swiglu(self.gate_up_proj(x))) + 0
 
 
-def test_a_subclass_that_calls_the_known_forward_keeps_its_own():
-    calls = []
+made = {"MLP": MLP, "swiglu": swiglu}
+exec("class WithoutSource(MLP):\n    def forward(self, x):\n"
+     "        return self.down_proj(swiglu(self.gate_up_proj(x)))", made)
 
-    class Counting(MLP):
-        def forward(self, x):
-            calls.append(1)
-            return super().forward(x)
 
-    _, mlp = fast(Counting())
-    mlp(torch.ones(2, 48))
-    assert calls == [1] and mlp.down_proj.is_packed
+@pytest.mark.parametrize("kind, is_known", [(MLP, True), (Same, True), *dict.fromkeys(
+    (Counting, GeluOfGate, WithScale, Plus, made["WithoutSource"]), False).items()])
+def test_mlps(kind, is_known):
+    """Those that are not known keep their forward."""
+    before, mlp = fast(kind())
+    for shape in ((48,), (2, 3, 48), (0, 48), (2, 0, 48)):
+        x = 5 * torch.randn(*shape)
+        close(mlp(x), before(x), rtol=1e-4, atol=1e-4)
+        # the first product is plain
+        close(mlp.gate_up_proj(x), before.gate_up_proj(x), rtol=1e-4, atol=1e-4)
+    assert isinstance(mlp, kind) and isinstance(mlp, GatedMLP) == is_known
+    assert mlp.gate_up_proj.is_packed and mlp.down_proj.is_packed
+    assert has_code_of(GatedMLP, kind()) == is_known
+    assert is_known or not optimize(mlp)
 
 
 def test_a_forward_of_a_module_or_one_of_its_functions_can_be_another(monkeypatch):
@@ -297,22 +275,17 @@ def test_a_forward_of_a_module_or_one_of_its_functions_can_be_another(monkeypatc
     close(mlp(x), before(x))
     monkeypatch.undo()
     assert isinstance(fast(MLP())[1], GatedMLP)
-    monkeypatch.setattr(MLP, "forward", gelu_of_gate)
+    monkeypatch.setattr(MLP, "forward", GeluOfGate.forward)
     assert not isinstance(fast(MLP())[1], GatedMLP)
 
 
-def test_a_known_mlp_takes_any_shape_and_its_first_product_is_plain():
+def test_hooks_and_gradients_of_a_known_mlp():
     before, mlp = fast(MLP())
-    assert isinstance(mlp, GatedMLP) and isinstance(mlp, MLP)
-    for shape in ((48,), (2, 3, 48), (0, 48), (2, 0, 48)):
-        x = torch.randn(*shape)
-        close(mlp(x), before(x))
-        close(mlp.gate_up_proj(x), before.gate_up_proj(x))
+    x = torch.randn(2, 48, requires_grad=True)
+    close(torch.autograd.grad(mlp(x).sum(), x), torch.autograd.grad(before(x).sum(), x))
     for each in (mlp, before):
         each.gate_up_proj.register_forward_hook(lambda module, inputs, out: out * 2)
     close(mlp(x), before(x))
-    x = torch.randn(2, 48, requires_grad=True)
-    close(torch.autograd.grad(mlp(x).sum(), x), torch.autograd.grad(before(x).sum(), x))
 
 
 # ------------------------------------------------------------------------ attention, decoders
@@ -381,25 +354,6 @@ def test_a_forward_that_is_set_on_a_layer_runs(monkeypatch):
     close(decoder(torch.tensor([1]), step), decoder.norm(torch.full((1, 48), 3.0)))
 
 
-def test_the_code_of_a_forward_is_compared_without_comments_docstrings_and_types():
-    class Same(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """The same."""
-            # the same
-            return self.down_proj(
-                swiglu(self.gate_up_proj(x)))
-
-    class Other(nn.Module):
-        def forward(self, x):
-            return self.down_proj(swiglu(self.gate_up_proj(x))) + 0
-
-    assert has_code_of(GatedMLP, Same()) and not has_code_of(GatedMLP, Other())
-    made = {"nn": nn, "swiglu": swiglu}
-    exec("class Made(nn.Module):\n    def forward(self, x):\n"
-         "        return self.down_proj(swiglu(self.gate_up_proj(x)))", made)
-    assert not has_code_of(GatedMLP, made["Made"]()), "which has no source"
-
-
 # --------------------------------------------------------------------------------- the engine
 
 
@@ -445,9 +399,7 @@ class Scaled(plain.Attention):
 
 
 class Gelu(plain.MLP):
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.gelu(gate) * up)
+    forward = GeluOfGate.forward
 
 
 class Multiplied(plain.Decoder):

@@ -13,21 +13,19 @@ from nanoengine_extras.models.transformers_models.modules import GatedMLP
 
 SIZES = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=48, num_experts=6,
              num_local_experts=6, n_routed_experts=6, num_experts_per_tok=3)
-KNOWN = ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe", "Phimoe",
-         "GraniteMoe", "Ernie4_5_Moe", "GptOss"]
+# the prefixes of transformers' classes, by the names of their modules
+KNOWN = {"qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "mixtral": "Mixtral", "olmoe": "Olmoe",
+         "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "phimoe": "Phimoe",
+         "granitemoe": "GraniteMoe", "ernie4_5_moe": "Ernie4_5_Moe", "gpt_oss": "GptOss"}
 
 
-def make(kind: str, **changes: object) -> torch.nn.Module:
+def make(name: str, **changes: object) -> torch.nn.Module:
     """transformers' module with the experts of a layer."""
-    names = {"Qwen3Moe": "qwen3_moe", "Qwen2Moe": "qwen2_moe", "DeepseekV3": "deepseek_v3",
-             "Glm4Moe": "glm4_moe", "GraniteMoe": "granitemoe", "Ernie4_5_Moe": "ernie4_5_moe",
-             "GptOss": "gpt_oss"}
-    name = names.get(kind, kind.lower())
     config = transformers.AutoConfig.for_model(name, **SIZES | changes)
     config._experts_implementation = "eager"
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    own = next(getattr(module, each) for each in (
-        f"{kind}Experts", f"{kind}NaiveMoe", "PhimoeExperts") if hasattr(module, each))
+    own = next(getattr(module, f"{KNOWN[name]}{end}") for end in ("Experts", "NaiveMoe")
+               if hasattr(module, f"{KNOWN[name]}{end}"))
     made = own(config).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for each in made.parameters():
@@ -35,39 +33,36 @@ def make(kind: str, **changes: object) -> torch.nn.Module:
     return made
 
 
+class Limited(torch.nn.SiLU):
+    """Only large numbers show the limit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(max=7.0))
+
+
 # other activations than SiLU
-OTHERS = [("Qwen3Moe", dict(hidden_act="gelu")), ("Mixtral", dict(hidden_act="relu"))]
+OTHERS = [("qwen3_moe", dict(hidden_act="gelu")), ("mixtral", dict(hidden_act="relu")),
+          ("qwen3_moe", dict(act_fn=Limited()))]
 
 
-@pytest.mark.parametrize("kind, changes", [(kind, {}) for kind in KNOWN] + OTHERS)
-def test_known_experts(kind, changes):
-    """Those of GptOss have biases, transposed matrices and an activation of their own."""
-    module = make(kind, **changes)
+@pytest.mark.parametrize("name, changes", [(name, {}) for name in KNOWN] + OTHERS)
+def test_known_experts(name, changes):
+    """Those of gpt_oss have biases, transposed matrices and an activation of their own."""
+    module = make(name, **{key: value for key, value in changes.items() if key != "act_fn"})
+    module.act_fn = changes.get("act_fn", getattr(module, "act_fn", None))
     assert experts.are_known(module)
     x, which, weights = inputs(9)
     found = experts.build(module)
-    assert (found.act is None) == (kind != "GptOss" and not changes)
+    assert (found.act is None) == (name != "gpt_oss" and not changes)
     torch.testing.assert_close(found(x, which, weights), module(x, which, weights))
 
 
 def test_others_stay():
     """Experts that compute something else."""
-    module = make("Mixtral")
+    module = make("mixtral")
     forward = module.forward
     module.forward = lambda *given: forward(*given) + 1e-3
     assert not experts.are_known(module)
-
-
-class Limited(torch.nn.SiLU):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(max=7.0))
-
-
-def test_experts_that_limit_their_gates():
-    """Only large numbers show the limit: they are not gated MLPs."""
-    module = make("Qwen3Moe")
-    module.act_fn = Limited()
-    assert experts.build(module).act
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -83,7 +78,7 @@ def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
 @pytest.mark.parametrize("size", [64, 20])
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, size):
-    module = make("Qwen3Moe", moe_intermediate_size=size).to(dtype)
+    module = make("qwen3_moe", moe_intermediate_size=size).to(dtype)
     found = experts.build(module)
     optimize(torch.nn.ModuleList(each for each in found.modules() if type(each) is GatedMLP))
     optimize(torch.nn.ModuleList(
@@ -94,7 +89,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, size):
     for number in range(40):
         row = [each[number:number + 1] for each in given]
         assert torch.equal(found(*row), together[number:number + 1])
-    right = make("Qwen3Moe", moe_intermediate_size=size).to(dtype)(*given)
+    right = make("qwen3_moe", moe_intermediate_size=size).to(dtype)(*given)
     assert (together - right).norm() < 2 * torch.finfo(dtype).eps * right.norm()
 
 

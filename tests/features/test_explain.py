@@ -18,6 +18,12 @@ def copy(tiny, tmp_path) -> Path:
     return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
+def check(folder, message: str, **options) -> None:
+    """Checks the refusal of a folder, which begins with its name."""
+    with pytest.raises(ValueError, match=f"(?s)^{re.escape(f'model={str(folder)!r}')} .*{message}"):
+        LLM(str(folder), **options)
+
+
 @pytest.mark.parametrize("name, message", [
     ("pytorch_model.bin", r"its weights in pytorch_model.bin, .*: it must be converted by `Auto"),
     ("pytorch_model-00001-of-00002.bin", "its weights in pytorch_model-00001-of-00002.bin, "),
@@ -32,16 +38,12 @@ def copy(tiny, tmp_path) -> Path:
     ("training_args.bin", "lacks its weights: it must be downloaded again")])
 def test_weights_that_are_not_read(copy, name, message):
     (copy / "model.safetensors").rename(copy / name)
-    with pytest.raises(ValueError, match="^" + re.escape(f"model={str(copy)!r} ")):
-        LLM(str(copy), num_kv_blocks=8)
-    with pytest.raises(ValueError, match=message):
-        LLM(str(copy), num_kv_blocks=8)
+    check(copy, message)
 
 
 def test_a_note_of_git_lfs(copy):
     (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid 5")
-    with pytest.raises(ValueError, match="Git LFS pointer .*: it must be completed by `git lfs"):
-        LLM(str(copy), num_kv_blocks=8)
+    check(copy, "Git LFS pointer .*: it must be completed by `git lfs")
 
 
 @pytest.mark.parametrize("names, message", [
@@ -57,27 +59,19 @@ def test_a_folder_without_a_config(tmp_path, names, message):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=re.escape(f"model={str(tmp_path)!r} ") + f".*{message}"):
-        LLM(str(tmp_path))
+    check(tmp_path, message)
 
 
-@pytest.mark.parametrize("name, message", [
-    ("model.safetensors", "is a file: it must be the folder /"),
-    ("config.json", "is a file: it must be the folder /")])
-def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, message):
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=f"^model='{tmp_path / name}' {message}"):
-        LLM(tmp_path / name)
+@pytest.mark.parametrize("name, content, message", [
+    ("model.safetensors", b"{}", "is a file: it must be the folder /"),
+    ("config.json", b"{}", "is a file: it must be the folder /"),
+    # as Ollama stores them
+    ("sha256-5d", b"GGUF" + b"\0" * 20, "is a GGUF file under another name: .* ends in .gguf$")])
+def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    check(tmp_path / name, message)
     with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / name}' {message}"):
         LLM(bundled, tokenizer=str(tmp_path / name))
-
-
-def test_a_gguf_under_another_name(tmp_path):
-    """As Ollama stores them."""
-    path = tmp_path / "sha256-5d"
-    path.write_bytes(b"GGUF" + b"\0" * 20)
-    with pytest.raises(ValueError, match="is a GGUF file under another name: .* ends in .gguf$"):
-        LLM(path)
 
 
 def test_an_adapter_beside_a_model_is_told(copy, caplog):
@@ -118,10 +112,8 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
     folder = tmp_path / "{braces} in a name"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(entries))
-    with pytest.raises(ValueError, match="^" + re.escape(f"model={str(folder)!r} ") + ".* must be"):
-        LLM(folder, load_format="dummy")
-    with pytest.raises(ValueError, match=message):
-        LLM(folder, load_format="dummy")
+    check(folder, message, load_format="dummy")
+    check(folder, "it must be", load_format="dummy")
 
 
 @pytest.mark.parametrize("end", ["weight_scale", "qweight"])
@@ -131,16 +123,14 @@ def test_quantized_weights_that_the_config_does_not_name(copy, model_impl, end):
     file = copy / "model.safetensors"
     name = f"model.layers.0.mlp.up_proj.{end}"
     save_file(load_file(file) | {name: torch.ones(1)}, file)
-    with pytest.raises(ValueError, match=f"{name}: its config.json must have a quantization_conf"):
-        LLM(str(copy), model_impl=model_impl)
+    check(copy, f"{name}: its config.json must have a quantization_conf", model_impl=model_impl)
 
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
 def test_quantization_in_a_file_of_its_own(copy, name):
     """As AutoGPTQ and AutoAWQ wrote it in 2023. Newer ones write it in both places."""
     (copy / name).write_text('{"bits": 4}')
-    with pytest.raises(ValueError, match=f"in a place that .*{name}.* must be completed: con"):
-        LLM(str(copy))
+    check(copy, f"in a place that .*{name}.* must be completed: con")
     config = json.loads((copy / "config.json").read_text()) | {
         "quantization_config": {"bits": 4, "quant_method": "gptq"}}
     (copy / "config.json").write_text(json.dumps(config))
@@ -151,8 +141,7 @@ def test_quantization_in_a_file_of_its_own(copy, name):
 def test_a_model_of_sentence_transformers(tmp_path):
     (tmp_path / "modules.json").write_text("[]")
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    with pytest.raises(ValueError, match="sentence-transformers model, .* that writes"):
-        LLM(tmp_path)
+    check(tmp_path, "sentence-transformers model, .* that writes")
 
 
 def test_entries_that_would_need_terabytes(copy):

@@ -10,7 +10,6 @@ wrong, or ends with another error. It takes some minutes.
 
 import logging
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -61,6 +60,17 @@ def expected_tokens(model: Any, prompt: list[int], max_tokens: int = MAX_TOKENS)
     return output[0, len(prompt):].tolist()
 
 
+def tokens(outputs: list[Any]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def scores_of(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """Returns the log-probability of each token after the first one."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids]), use_cache=False).logits[0].double()
+    return logits.log_softmax(-1)[range(len(token_ids) - 1), token_ids[1:]]
+
+
 def reason_of(error: ValueError) -> str:
     """Returns why a model is refused, without its folder."""
     message = str(error)
@@ -88,27 +98,35 @@ def compare(folder: Path, max_tokens: int = MAX_TOKENS) -> tuple[str, str]:
                                   ) else "slow attention"
 
 
-def run(names: list[str]) -> dict[str, tuple[str, str]]:
+def run(names: list[str], check: Any) -> dict[str, tuple[str, str]]:
+    """Makes the model of each name, and checks its folder. Returns what `check` does."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("nanoengine").setLevel(logging.ERROR)
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("too slow")))
     found = {}
     for name in names:
         began = time.monotonic()
-        folder = Path(tempfile.mkdtemp())
         signal.alarm(MOST_SECONDS)
-        try:
-            make(name, folder)
-        except Exception as error:
-            found[name] = "not made", f"{type(error).__name__}: {error}".partition("\n")[0]
-        else:
+        what = "not made"
+        with tempfile.TemporaryDirectory() as folder:
             try:
-                found[name] = compare(folder)
+                make(name, Path(folder))
+                what = "error"
+                found[name] = check(Path(folder))
             except Exception as error:
-                found[name] = "error", f"{type(error).__name__}: {error}"
-        finally:
-            signal.alarm(0)
-            shutil.rmtree(folder)
+                found[name] = what, f"{type(error).__name__}: {error}".partition("\n")[0]
+            finally:
+                signal.alarm(0)
         print(f"{name:24} {found[name][0]:9} {found[name][1]:.160}  "
               f"{time.monotonic() - began:.1f} s", flush=True)
+    print(Counter(kind for kind, _ in found.values()))
     return found
+
+
+def is_wrong(found: dict[str, tuple[str, str]]) -> bool:
+    return any(kind in ("wrong", "error") for kind, _ in found.values())
 
 
 def table_of(found: dict[str, tuple[str, str]]) -> str:
@@ -131,19 +149,12 @@ def table_of(found: dict[str, tuple[str, str]]) -> str:
 
 
 def main(names: list[str]) -> int:
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("nanoengine").setLevel(logging.ERROR)
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("too slow")))
-    found = run(names or [*ARCHITECTURES, *VARIANTS])
-    counts = Counter(kind for kind, _ in found.values())
-    print(counts)
+    found = run(names or [*ARCHITECTURES, *VARIANTS], compare)
     if not names:
         before, begin, rest = PAGE.read_text().partition("<!-- table -->\n")
         after = rest.partition("<!-- end -->")
         PAGE.write_text(before + begin + table_of(found) + "\n" + "".join(after[1:]))
-    return int(counts["wrong"] + counts["error"] > 0)
+    return is_wrong(found)
 
 
 if __name__ == "__main__":

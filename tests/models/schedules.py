@@ -8,18 +8,13 @@ are the same under all schedules. Without names, the script runs NAMES, in some 
 fails if one is wrong.
 """
 
-import logging
 import sys
-import tempfile
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import compare
 import torch
-import transformers
-from architectures import make
+from compare import tokens
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 
@@ -47,31 +42,25 @@ SCORED = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_e
 BEAMS = BeamSearchParams(beam_width=2, max_tokens=8, ignore_eos=True)
 
 
-def tokens(outputs: list[Any]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
-
-
 def worst_score(outputs: list[Any], reference: Any) -> float:
     """By how much log-probabilities of prompts differ from those of transformers."""
     worst = 0.0
     for output in outputs:
         prompt = output.prompt_token_ids
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt]), use_cache=False).logits[0].double()
-        right = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]].tolist()
         given = [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], prompt[1:])]
-        worst = max([worst, *(abs(one - two) for one, two in zip(given, right))])
+        error = torch.tensor(given).double() - compare.scores_of(reference, prompt)
+        worst = max(worst, float(error.abs().max()))
     return worst
 
 
-def faults(folder: Path) -> list[str]:
-    """Returns what is wrong with a model, a line each."""
+def faults(folder: Path) -> tuple[str, str]:
+    """Returns "right" or "wrong", and what is wrong with a model under each schedule."""
     reference = compare.load_reference(folder)
     expected = [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS]
     found = []
     others: list[Any] = []
     for schedule, options in SCHEDULES.items():
-        with LLM(folder, **compare.OPTIONS | dict(block_size=16) | options) as llm:
+        with LLM(folder, **compare.OPTIONS | options) as llm:
             outputs = llm.generate(PROMPTS, compare.GREEDY, use_tqdm=False)
             counts = llm.metrics()
             again = llm.generate(PROMPTS, compare.GREEDY, use_tqdm=False)
@@ -79,39 +68,24 @@ def faults(folder: Path) -> list[str]:
                      for prompt in PROMPTS[:3]]
             drawn = tokens(llm.generate(PROMPTS[:4], DRAWN, use_tqdm=False))
             scored = worst_score(llm.generate(PROMPTS, SCORED, use_tqdm=False), reference)
-            beams = [[beam.tokens for beam in output.sequences] for output in llm.beam_search(
+            searched = [output.sequences for output in llm.beam_search(
                 [{"prompt_token_ids": prompt} for prompt in PROMPTS[:3]], BEAMS)]
+        beams = [[beam.tokens for beam in each] for each in searched]
+        error = max(abs(best.cum_logprob - float(
+            compare.scores_of(reference, best.tokens)[len(prompt) - 1:].sum()))
+            for prompt, (best, *_) in zip(PROMPTS, searched))
         preempted = sum(value for name, value in counts.items() if "preempt" in name)
         checks = {
             "tokens": tokens(outputs) == expected, "prefix cache": tokens(again) == expected,
             "no hits": any(output.num_cached_tokens for output in again),
             "alone": tokens(alone) == expected[:3], f"scores by {scored:.2g}": scored < 1e-3,
+            f"beams by {error:.2g}": error < 1e-3,
             "preemption": bool(preempted) == (schedule in ("recompute", "swap")),
             "drawn or beams": (drawn, beams) == (others or [(drawn, beams)])[0]}
         others.append((drawn, beams))
         found += [f"{schedule}: {what}" for what, is_right in checks.items() if not is_right]
-    return found
-
-
-def main(names: list[str]) -> int:
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    logging.getLogger("nanoengine").setLevel(logging.ERROR)
-    num_wrong = 0
-    for name in names or NAMES:
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            make(name, Path(folder))
-            try:
-                found = faults(Path(folder))
-            except Exception as error:
-                found = [f"{type(error).__name__}: {error}"]
-        num_wrong += bool(found)
-        print(f"{name:16} {found or 'right'}  {time.monotonic() - began:.1f} s", flush=True)
-    print(f"{len(names or NAMES)} models under {len(SCHEDULES)} schedules, {num_wrong} wrong")
-    return int(num_wrong > 0)
+    return "wrong" if found else "right", ", ".join(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(compare.is_wrong(compare.run(sys.argv[1:] or NAMES, faults)))

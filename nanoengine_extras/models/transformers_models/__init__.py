@@ -10,7 +10,7 @@ needs to know which token belongs to which sequence, and the engine has one that
 
     describe   what the engine must know about a model, from config.json (`load_config` calls it)
     load       the model (`ModelRunner.load_model` calls it); check.py says whether it works,
-               modules.py which of its parts have a faster form
+               modules.py which of its parts have a faster form, as trial.py finds out
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 uses
 layer 5 of the cache. Each call is a module (calls.py). Its forward is the part of the engine's own

@@ -9,7 +9,7 @@ Norms and MLPs are recognised by what they compute (trial.py). A part that diffe
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoengine.model import MLP, RMSNorm
-from nanoengine_extras.models.transformers_models.trial import is_same, random_rows
+from nanoengine_extras.models.transformers_models.trial import InFloat32, is_same, random_rows
 
 # .attend: computes the attention of the model that this thread runs
 # .step, .angles: the inputs of its step, and the angles that it was given so far
@@ -138,6 +138,12 @@ def given_inputs(model: nn.Module, log: Sequence[Any] = ()) -> Iterator[Inputs]:
         handle.remove()
 
 
+def in_order(modules: Iterable[nn.Module], inputs: Inputs) -> list[Any]:
+    """Returns the modules that were called, in the order of their first calls."""
+    wanted = {*modules}
+    return [each for each in inputs if each in wanted and inputs[each]]
+
+
 def layers_of(model: nn.Module, inputs: Inputs) -> Any:
     """Returns the layers of a model, if each runs once in a step."""
     lists = (each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each))
@@ -202,7 +208,8 @@ def candidates(module: nn.Module) -> Iterator[nn.Module]:
 def norms(module: nn.Module, weight: Tensor) -> Iterator[nn.Module]:
     # rows of one number x become x * w / sqrt(x^2 + eps)
     ones = torch.ones_like(weight, dtype=torch.float32)[None, None]
-    large, small = (module(x * ones) for x in (1e3, 1e-5))
+    with InFloat32():
+        large, small = (module(x * ones) for x in (1e3, 1e-5))
     eps = 1e-10 * (float(large.norm() / small.norm()) ** 2 - 1)
     for scale in (weight, 1 + weight.float()):
         norm = RMSNorm(len(weight), float(f"{eps:.2g}"))
