@@ -113,6 +113,7 @@ NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.ope
          "tools.prometheus": ["running.metrics"],
          "tools.reasoning": ["tools.chat", "tools.openai_format"],
          "tools.scores": ["sampling.constraints", "sampling.logprobs"],
+         "tools.tool_calls": ["tools.openai_format"],
          "tools.serve": ["tools.async_llm", "tools.openai_format", "running.shared_steps"]}
 
 # what holds without those that are not asked for by a name

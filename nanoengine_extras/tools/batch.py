@@ -33,6 +33,7 @@ from xxhash import xxh3_64_intdigest
 from nanoengine import LLM
 from nanoengine.errors import naming, rejected
 from nanoengine.features import extension, optional
+from nanoengine_extras.tools import Parser, new_file, options_of
 
 openai = extension("tools.openai_format", "batch")
 # absent on Windows, where nothing keeps two jobs from writing to one file
@@ -69,9 +70,7 @@ class Line:
                              f"or has custom_id, method POST, url {' or '.join(urls)}, an object "
                              "as its body, and nothing else")
         self.body.url = row["url"]
-        self.body.read(row["body"], llm)
-        if finds_calls:
-            extension("tools.tool_calls").find(self.body, row["body"])
+        self.body.read(row["body"], llm, finds_calls)
         if len(self.body.prompts) > 1:
             raise ValueError("in a batch, prompt must be one string or one list of token ids")
         if self.body.streams:
@@ -221,7 +220,7 @@ def run(flags: argparse.Namespace) -> None:
         hashes = array("Q", (hash_of(*each, model) for each in enumerate(file, 1)))
         total = sum(map(bool, hashes))
         num_finished, num_errors = drop_finished(hashes, flags.input_file, flags.output_file)
-        with (LLM(model, **openai.options_of(flags.options)) as llm,
+        with (LLM(model, **options_of(flags)) as llm,
               tqdm(total=total, initial=num_finished, desc="Requests") as bar):
             job = Job(llm, model, unfinished(file, hashes, model), results, bar, num_errors,
                       flags.tool_call_parser is not None)
@@ -238,37 +237,34 @@ def run(flags: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a job, or the rest of it."""
-    parser = argparse.ArgumentParser(
-        "python -m nanoengine batch", description="answers a file of requests; the same command, "
-        "started again, computes what is missing")
+    parser = Parser("python -m nanoengine batch", description="answers a file of requests; the "
+                    "same command, started again, computes what is missing")
     parser.add_argument("-i", "--input-file", type=Path, required=True)
-    parser.add_argument("-o", "--output-file", type=Path, required=True)
-    parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
-    parser.add_argument("--options", default="{}", metavar="JSON",
-                        help="""options of LLM, as JSON ('{"seed": 1}') or flags (--seed 1)""")
+    parser.add_argument("-o", "--output-file", type=new_file, required=True)
     parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if a line failed")
+    parser.add_llm()
     flags = parser.parse_args(arguments)
     output = flags.output_file
-    if not flags.input_file.is_file():
-        parser.error(str(rejected("--input-file", f"{flags.input_file}", "a file that exists")))
-    if output.exists() and not output.is_file():
-        parser.error(f"{output} is not a file of results that a job can continue: choose another")
-    if not output.parent.is_dir():
-        parser.error(str(rejected("--output-file", f"{output}", "a file, in a folder that exists")))
-    try:
-        run(flags)
-    except BlockingIOError:
-        sys.exit(f"{output}: another job is writing to this file: wait for it, or choose another")
-    except ValueError as error:
-        parser.error(" ".join(str(error).split()))
-    except (Exception, KeyboardInterrupt) as error:
-        if not isinstance(error, (OSError, KeyboardInterrupt)):
-            # the last line still says what to do
-            traceback.print_exc()
-        is_begun = output.is_file() and output.stat().st_size
-        kept = f" {output} has the results; run the same command to go on." * bool(is_begun)
-        sys.exit(f"Stopped by {str(error) or repr(error)}.{kept}")
+    with parser.faults():
+        if not flags.input_file.is_file():
+            raise rejected("--input-file", f"{flags.input_file}", "a file that exists")
+        if output.exists() and not output.is_file():
+            raise ValueError(f"{output} is not a file of results that a job can continue: choose "
+                             "another")
+        try:
+            run(flags)
+        except ValueError:
+            raise
+        except BlockingIOError:
+            sys.exit(f"{output}: another job is writing to this file: wait for it, or choose "
+                     "another")
+        except (Exception, KeyboardInterrupt) as error:
+            if not isinstance(error, (OSError, KeyboardInterrupt)):
+                # the last line still says what to do
+                traceback.print_exc()
+            sys.exit(f"Stopped by {str(error) or repr(error)}. {output} has the results; run the "
+                     "same command to go on.")
 
 
 if __name__ == "__main__":

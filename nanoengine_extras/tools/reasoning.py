@@ -14,9 +14,9 @@ An answer that ends before </think> has thoughts only.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
+
+from nanoengine_extras.tools.openai_format.finding import Finder, cut
 
 BEGIN = "<think>"
 END = "</think>"
@@ -24,59 +24,39 @@ END = "</think>"
 FREE = {"choice", "regex", "grammar"}
 
 
-@dataclass
-class Reasoning:
-    """The thoughts in one answer. An event costs what is new in it.
+class Reasoning(Finder):
+    """The thoughts in one answer.
 
     is_open: whether the answer begins with thoughts, whatever its text begins with.
-    held: the end of the text of each choice that the client has not received yet: spaces, and what
-        can become a tag.
     thinks: whether a choice is within its thoughts; None before its first letter.
     """
 
-    is_open: bool = False
-    held: dict[int, str] = field(default_factory=lambda: defaultdict(str))
-    thinks: dict[int, bool | None] = field(default_factory=lambda: defaultdict(lambda: None))
+    def __init__(self, is_open: bool = False) -> None:
+        super().__init__()
+        self.is_open = is_open
+        self.thinks = defaultdict[int, bool | None](lambda: None)
 
-    def edit(self, choices: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields the choices of a whole answer, or of an event, with their thoughts apart. A choice
-        of an event with nothing new is left out."""
-        for choice in choices:
-            message = choice.get("delta") or choice["message"]
-            is_whole = choice["finish_reason"] is not None
-            thoughts, message["content"] = self.split(
-                choice["index"], message["content"], is_whole)
-            if thoughts:
-                message |= {"reasoning": thoughts, "reasoning_content": thoughts}
-            if is_whole or len(message) > 1 or message["content"] or choice["logprobs"]:
-                yield choice
-
-    def split(self, index: int, new: str, is_whole: bool) -> tuple[str, str]:
-        """Returns the thoughts and the answer in the new text of a choice, as far as both are
-        certain."""
-        text = self.held.pop(index, "") + new
-        thoughts = ""
+    def find(self, choice: dict[str, Any], message: dict[str, Any], text: str,
+             is_whole: bool) -> tuple[str, str]:
+        index = choice["index"]
         if self.thinks[index] is None:
-            tag = re.match(rf"\s*{BEGIN}\s*" if text.lstrip().startswith(BEGIN) else r"\s*", text)
+            tag = re.match(rf"\s*({BEGIN}\s*)?", text)
             assert tag
             rest = text[tag.end():]
             if not is_whole and (not rest or BEGIN.startswith(rest)):
-                self.held[index] = text
-                return "", ""
-            self.thinks[index] = self.is_open or BEGIN in tag[0]
+                return "", text
+            self.thinks[index] = self.is_open or bool(tag[1])
             text = rest if self.thinks[index] else text
-        if self.thinks[index]:
-            thoughts, end, rest = text.partition(END)
-            text = rest.lstrip()
-            # also spaces between the tag and the answer
-            self.thinks[index] = not (end and (text or is_whole))
-            if self.thinks[index]:
-                num_held = max(size for size in range(len(END)) if thoughts.endswith(END[:size]))
-                cut = len(thoughts) if is_whole else len(thoughts) - num_held
-                self.held[index] = thoughts[len(thoughts[:cut].rstrip()):] + end
-                thoughts = thoughts[:cut]
-            thoughts = thoughts.rstrip()
-        return thoughts, text
+        if not self.thinks[index]:
+            return text, ""
+        thoughts, end, rest = text.partition(END)
+        # also spaces between the tag and the answer
+        answer = rest.lstrip()
+        self.thinks[index] = not (end and (answer or is_whole))
+        thoughts = cut(thoughts, END, is_whole or not self.thinks[index])[0].rstrip()
+        if thoughts:
+            message |= {"reasoning": thoughts, "reasoning_content": thoughts}
+        return answer, text[len(thoughts):] if self.thinks[index] else ""
 
 
 def find(body: Any, is_continued: bool, last: str, tokenizer: Any) -> Reasoning:

@@ -14,7 +14,6 @@ A client of the engine: each continuation is a request.
                                      cache, so a text can have `max_model_len` tokens
 """
 
-import argparse
 import math
 from dataclasses import dataclass
 from numbers import Integral
@@ -26,6 +25,7 @@ from nanoengine.features import is_installed
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, RequestOutput
 from nanoengine.sampling_params import SamplingParams
+from nanoengine_extras.tools import Parser, options_of
 
 
 @dataclass
@@ -144,20 +144,17 @@ def score_of(start: int, token_ids: list[int], output: RequestOutput) -> Score:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints the scores of the choices after a prompt, the likeliest first."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m nanoengine score", description="shows which continuation of a prompt is the "
         "likeliest: the log-probability of each, its probability among them, and the text")
     parser.add_argument("prompt", help="a text that ends where a word ends")
     parser.add_argument("choices", nargs="+", help="texts, each with its leading space")
-    parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
     parser.add_argument("--mean", action="store_true", help="divide by the number of tokens, "
                         "since long choices would lose otherwise")
+    parser.add_llm()
     flags = parser.parse_args(arguments)
-    try:
-        with LLM(flags.model) as llm:
-            scores = llm.score(flags.prompt, flags.choices, use_tqdm=False)
-    except ValueError as error:
-        parser.error(" ".join(str(error).split()))
+    with parser.faults(), LLM(flags.model, **options_of(flags)) as llm:
+        scores = llm.score(flags.prompt, flags.choices, use_tqdm=False)
     values = [each.mean if flags.mean else each.cumulative_logprob for each in scores]
     total = sum(math.exp(value - max(values)) for value in values)
     for value, choice in sorted(zip(values, flags.choices), reverse=True):

@@ -26,13 +26,14 @@ import asyncio
 import hmac
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 from nanoengine import LLM
 from nanoengine.errors import naming, rejected
 from nanoengine.features import extension, is_installed
+from nanoengine_extras.tools import Parser, options_of
 
 with naming('serve needs: pip install "nanoengine[serve]"'):
     import uvicorn
@@ -93,12 +94,10 @@ class Server:
         match found:
             case {"chat_template": str()} | {"chat_template_kwargs": {"chat_template": str()}}:
                 raise ValueError("chat_template is not supported: it would run a client's program")
-        body.read(found, self.llm)
+        body.read(found, self.llm, bool(self.flags.tool_call_parser))
         for name, (least, most) in LIMITS.items():
             if not least <= (found.get(name) or 0) <= most:
                 raise rejected(name, found[name], f"from {least} to {most}")
-        if self.flags.tool_call_parser:
-            extension("tools.tool_calls", "--tool-call-parser").find(body, found)
         if body.num_completions > self.most:
             raise rejected("n", body.params.n, f"smaller, or use fewer prompts: {self.most} in all")
         # token ids need no tokenizer
@@ -163,52 +162,20 @@ class Server:
         """Yields the new parts of the outputs, as server-sent events."""
         # the part that all events share is written once
         begin = f"data: {json.dumps(body.head(self.flags.model))[:-1]}, "
-        stream = News(body)
 
         def event(choices: list[Any], has_usage: bool) -> bytes:
-            usage = body.usage([*stream.last.values()]) if has_usage else None
+            usage = body.usage() if has_usage else None
             return f"{begin}{json.dumps({'choices': choices, 'usage': usage})[1:]}\n\n".encode()
 
         try:
             async for output in outputs:
-                for choice in body.edit(stream.choices(output)):
+                for choice in body.edit(body.news(output)):
                     yield event([choice], body.stream_options.issuperset(openai.STREAMING[:2]))
             if "include_usage" in body.stream_options:
                 yield event([], True)
             yield b"data: [DONE]\n\n"
         except (Exception, asyncio.CancelledError) as error:
             yield b"data: %b\n\n" % bytes((await failed(None, error)).body)
-
-
-class News:
-    """Finds the new parts in the outputs of a stream.
-
-    last: the newest output of each prompt. sent: how much of each choice the client was sent:
-        characters, tokens, its finish_reason, and the length of its tokens' texts.
-    """
-
-    def __init__(self, body: Any) -> None:
-        self.body = body
-        self.last: dict[int, Any] = {}
-        self.sent: dict[int, tuple[int, int, str | None, int]] = {}
-
-    def choices(self, output: Any) -> Iterator[dict[str, Any]]:
-        """Yields the new part of each choice, in OpenAI's format."""
-        self.last[output.index] = output
-        for _, completion in self.body.pairs([output]):
-            index = self.body.index(output, completion)
-            num_characters, num_tokens, reason, offset = self.sent.get(index, (0, 0, None, 0))
-            text, tokens = self.body.content(output, completion, num_tokens)
-            if tokens or (len(text), completion.finish_reason) != (num_characters, reason):
-                choice = self.body.choice(output, completion, tokens, offset)
-                content: dict[str, Any] = {"text": text[num_characters:]}
-                if self.body.url == openai.CHAT:
-                    role = {} if index in self.sent else {"role": "assistant"}
-                    content = {"delta": role | {"content": content["text"]}}
-                offset += sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
-                num_tokens += len(tokens)
-                self.sent[index] = len(text), num_tokens, completion.finish_reason, offset
-                yield content | choice
 
 
 class Stream(StreamingResponse):
@@ -258,10 +225,8 @@ def check_flags(flags: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Serves one model until Ctrl-C or SIGTERM."""
-    parser = argparse.ArgumentParser("python -m nanoengine serve",
-                                     description="serves a model with OpenAI's API",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder or a Hugging Face id")
+    parser = Parser("python -m nanoengine serve", description="serves a model with OpenAI's API",
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in")
     parser.add_argument("--port", type=int, default=8000, help="TCP port")
     parser.add_argument("--api-key", help="the bearer token that clients must send")
@@ -272,18 +237,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tool-call-parser", choices=["hermes"], help="format of tool calls")
     parser.add_argument("--enable-auto-tool-choice", action="store_const", const="hermes",
                         dest="tool_call_parser", help="the same as --tool-call-parser hermes")
-    parser.add_argument("--options", default="{}", help="options of LLM, as JSON or flags")
+    parser.add_llm()
     flags = parser.parse_args(arguments)
-    try:
+    with parser.faults():
         # before the model is loaded
         check_flags(flags)
         observers = ("running.memory", "AllWritten"), ("tools.prometheus", "Times")
         own = [getattr(extension(name), kind)() for name, kind in observers if is_installed(name)]
-        with LLM(flags.model, **{"features": own} | openai.options_of(flags.options)) as llm:
+        with LLM(flags.model, **{"features": own} | options_of(flags)) as llm:
             uvicorn.run(Server(llm, flags).app(), host=flags.host, port=flags.port,
                         timeout_graceful_shutdown=flags.graceful_timeout)
-    except ValueError as error:
-        parser.error(" ".join(str(error).split()))
 
 
 if __name__ == "__main__":

@@ -3,77 +3,45 @@
 Answers go to standard output, the program's own messages to standard error.
 
 `python -m nanoengine serve` and the other COMMANDS start a tool. Each also starts without this
-file, as `python -m nanoengine_extras.tools.serve`; options of `LLM` are then given as JSON only.
+file, as `python -m nanoengine_extras.tools.serve`.
 """
 
-import json
 import sys
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any
 
 from nanoengine import LLM, RequestOutput, SamplingParams
-from nanoengine.config import EngineConfig
 from nanoengine.features import extension
+from nanoengine_extras.tools import Parser
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # the feature that each starts; its `main` takes the rest of the command line
 COMMANDS = {"serve": "tools.serve", "batch": "tools.batch", "score": "tools.scores",
             "eval": "tools.lm_eval"}
-# those that take options of `LLM` as JSON
-WITH_OPTIONS = ("tools.serve", "tools.batch")
-
-
-def with_options(arguments: list[str]) -> list[str]:
-    """Moves options of `LLM`, such as `--max-model-len 4096` or `--no-enable-prefix-caching`, into
-    `--options`, which takes JSON. Raises ValueError for a value of the wrong type."""
-    parser = Flags(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
-    for name, kind in get_type_hints(EngineConfig).items():
-        if name not in ("model", "features", "_"):
-            # int for `int | None`, for example
-            types = [each for each in (bool, float, int) if each in (kind, *get_args(kind))]
-            how: Any = ({"action": BooleanOptionalAction} if bool in types
-                        else {"type": [*types, str][0]})
-            parser.add_argument(f"--{name.replace('_', '-')}", **how)
-    given, rest = parser.parse_known_args(arguments)
-    if not vars(given):
-        return arguments
-    parser = Flags(add_help=False)
-    parser.add_argument("--options", default="{}")
-    others, rest = parser.parse_known_args(rest)
-    options = extension("tools.openai_format").options_of(others.options)
-    return [*rest, "--options", json.dumps(options | vars(given))]
-
-
-class Flags(ArgumentParser):
-    """Raises a ValueError; argparse would print all flags first."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main() -> None:
     """Starts a tool; or completes the prompt of the command line, or of standard input; or answers
     it in a chat."""
-    parser = ArgumentParser(
+    parser = Parser(
         "python -m nanoengine", description="streams a text to the terminal",
         epilog=f"The first word can also be a tool, {', '.join(COMMANDS)}, which has options of "
         "its own (serve --help). A prompt that is one of these words comes after two dashes "
         "(-- serve).")
-    if sys.argv[1:2] == ["bench"]:
+    first = sys.argv[1] if sys.argv[1:] else ""
+    if first == "bench":
         parser.error("bench.py is in the repository: python bench.py --help")
-    tool = COMMANDS.get(sys.argv[1]) if sys.argv[1:] else None
-    if tool:
-        try:
-            run = extension(tool, f"python -m nanoengine {sys.argv[1]}").main
-            run(with_options(sys.argv[2:]) if tool in WITH_OPTIONS else sys.argv[2:])
-        except ValueError as error:
-            parser.error(" ".join(str(error).split()))
-        except KeyboardInterrupt:
-            sys.exit(130)
-        return
+    with parser.faults():
+        if first in COMMANDS:
+            extension(COMMANDS[first], f"python -m nanoengine {first}").main(sys.argv[2:])
+        else:
+            answer(parser)
+
+
+def answer(parser: Parser) -> None:
+    """Completes or answers what the flags and standard input say."""
     parser.add_argument("prompt", nargs="?", help="the beginning of a text, or with --chat a "
                         "message; without it, standard input is read")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, or each line; "
@@ -85,24 +53,19 @@ def main() -> None:
     parser.add_argument("--top-p", default=1.0, type=float, help="as in SamplingParams")
     parser.add_argument("--seed", type=int, help="without it, every run draws the same tokens")
     args = parser.parse_args()
-    try:
-        params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
-                                max_tokens=args.max_tokens)
-        if args.model is None:
-            note(f"the model is {DEFAULT_MODEL}, since --model was not given")
-        llm = LLM(DEFAULT_MODEL if args.model is None else args.model)
-        if args.chat and not getattr(llm.inputs.tokenizer, "chat_template", True):
-            raise ValueError(f"{llm.config.model} has no chat template: leave out --chat")
-        if args.chat and args.prompt is None:
-            converse(llm, params)
-        elif args.chat:
-            show(llm.stream_chat([{"role": "user", "content": args.prompt}], params))
-        else:
-            show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
-    except ValueError as error:
-        parser.error(" ".join(str(error).split()))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    params = SamplingParams(temperature=args.temperature, top_p=args.top_p, seed=args.seed,
+                            max_tokens=args.max_tokens)
+    if args.model is None:
+        note(f"the model is {DEFAULT_MODEL}, since --model was not given")
+    llm = LLM(DEFAULT_MODEL if args.model is None else args.model)
+    if args.chat and not getattr(llm.inputs.tokenizer, "chat_template", True):
+        raise ValueError(f"{llm.config.model} has no chat template: leave out --chat")
+    if args.chat and args.prompt is None:
+        converse(llm, params)
+    elif args.chat:
+        show(llm.stream_chat([{"role": "user", "content": args.prompt}], params))
+    else:
+        show(llm.stream(sys.stdin.read() if args.prompt is None else args.prompt, params))
 
 
 def converse(llm: LLM, params: SamplingParams) -> None:

@@ -19,11 +19,11 @@ as `tool_calls` without --tool-call-parser, too.
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from re import finditer
 from typing import Any
 
 from nanoengine.features import extension
+from nanoengine_extras.tools.openai_format.finding import Finder, cut
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -43,12 +43,10 @@ def check(body: dict[str, Any]) -> None:
     if not isinstance(body.get("parallel_tool_calls", True), bool):
         raise ValueError("parallel_tool_calls must be true or false")
     choice = body.get("tool_choice", "none")
-    if choice == "none" or choice == "auto" and tools:
-        return
     schemas = schemas_of(tools)
-    if choice == "required" and len(schemas) == len(tools) > 0:
-        return
-    if named(choice) not in schemas:
+    is_any = choice == "auto" and tools or (
+        choice == "required" and len(schemas) == len(tools) > 0)
+    if choice != "none" and not is_any and named(choice) not in schemas:
         known = f": {', '.join(schemas)}" if schemas else ""
         raise ValueError(
             f"tool_choice={choice!r} is not supported: it must be 'none'; or, with tools, 'auto', "
@@ -72,27 +70,33 @@ def schemas_of(tools: list[dict[str, Any]]) -> dict[str, Any]:
             if isinstance(each.get("name"), str) and each["name"]}
 
 
-def read(body: Any, given: dict[str, Any]) -> None:
+def read(body: Any, given: dict[str, Any], finds_calls: bool) -> None:
     """Checks the tools of a chat, and makes a model write the calls that are required.
 
-    body: its `params` are already set. given: the object that the client has sent.
+    body: its `params` are already set. given: the object that the client has sent. finds_calls:
+        whether to look for calls that a model writes by itself.
 
     Raises ValueError, also for parameters of a function that no grammar can enforce.
     """
     check(given)
     choice = given.get("tool_choice", "auto")
-    if choice in ("none", "auto"):
+    is_one = given.get("parallel_tool_calls") is False
+    if choice not in ("none", "auto"):
+        if body.params.structured_outputs is not None:
+            raise ValueError(f"tool_choice={choice!r} is not accepted together with "
+                             "response_format or structured_outputs: leave one of them out")
+        name = named(choice)
+        schemas = schemas_of(given["tools"])
+        wanted = calls_of({name: schemas[name]}, True) if name else calls_of(schemas, is_one)
+        body.params.structured_outputs = extension(
+            "sampling.structured_outputs", "tool_choice").check("tools", {"structural_tag": wanted})
+    elif choice == "none" or not finds_calls or not given.get("tools"):
         return
-    if body.params.structured_outputs is not None:
-        raise ValueError(f"tool_choice={choice!r} is not accepted together with response_format or "
-                         "structured_outputs: leave one of them out")
-    schemas = schemas_of(given["tools"])
-    name = named(choice)
-    is_one = name is not None or given.get("parallel_tool_calls") is False
-    wanted = {"structural_tag": calls_of({name: schemas[name]} if name else schemas, is_one)}
-    grammars = extension("sampling.structured_outputs", "tool_choice")
-    body.params.structured_outputs = grammars.check("tools", wanted)
-    find(body, given)
+    # the tags can be special tokens
+    body.params.skip_special_tokens = False
+    # OpenAI's reason after a call that the client has named
+    reason = "stop" if isinstance(choice, dict) else "tool_calls"
+    body.calls = ToolCalls(body.name, 1 if is_one else None, reason).edit
 
 
 def calls_of(schemas: dict[str, Any], is_one: bool) -> dict[str, Any]:
@@ -156,67 +160,43 @@ def split(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]], str]:
             return content + before, calls, BEGIN + rest
         content += before if call else before + BEGIN
         text = after
-    num_held = max(size for size in range(len(BEGIN)) if text.endswith(BEGIN[:size]))
-    end = len(text) if is_whole else len(text) - num_held
-    return content + text[:end], calls, text[end:]
+    sure, held = cut(text, BEGIN, is_whole)
+    return content + sure, calls, held
 
 
-class ToolCalls:
-    """The calls in one answer. An event costs what is new in it, not what has been sent.
+class ToolCalls(Finder):
+    """The calls in one answer.
 
     most: how many it may have; None for any number. reason: the finish_reason after calls.
-    held: the end of the text of each choice that the client has not received: what can still become
-        a call, and spaces before a call. num_calls: how many calls it has received.
+    num_calls: how many calls of each choice the client has received.
     """
 
     def __init__(self, name: str, most: int | None = None, reason: str = "tool_calls") -> None:
+        super().__init__()
         self.name = name
         self.most = most
         self.reason = reason
-        self.held = defaultdict[int, str](str)
         self.num_calls = defaultdict[int, int](int)
 
-    def edit(self, choices: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields the choices of a whole answer, or of an event, with calls in place of their text.
-        A choice of an event with nothing new is left out."""
-        for choice in choices:
-            index = choice["index"]
-            message = choice.get("delta") or choice["message"]
-            held = self.held[index]
-            text = held + message["content"]
-            is_whole = choice["finish_reason"] is not None
-            # without another end tag, a call that has begun stays incomplete
-            is_open = BEGIN in held and END not in text[max(0, len(held) - len(END) + 1):]
-            content, calls, rest = (
-                split(text, is_whole) if is_whole or not is_open else ("", [], text))
-            for call in calls:
-                number = self.num_calls[index]
-                if number == self.most:
-                    break
-                self.num_calls[index] += 1
-                # only in events
-                place = {"index": number} if "delta" in choice else {}
-                message.setdefault("tool_calls", []).append(place | {
-                    "id": f"call_{self.name}_{index}_{number}", "type": "function",
-                    "function": call})
-            has_calls = self.num_calls[index] > 0
-            new = content if is_whole and not has_calls else content.rstrip()
-            self.held[index] = content[len(new):] + rest
-            message["content"] = new or (None if has_calls else "")
-            if has_calls and choice["finish_reason"] == "stop":
-                choice["finish_reason"] = self.reason
-            is_new = len(message) > 1 or message["content"] or choice["logprobs"]
-            if is_new or choice["finish_reason"]:
-                yield choice
-
-
-def find(body: Any, given: dict[str, Any]) -> None:
-    """Lets the answer to a body contain calls, if the body allows them."""
-    choice = given.get("tool_choice")
-    if given.get("tools") and choice != "none":
-        # the tags can be special tokens
-        body.params.skip_special_tokens = False
-        most = 1 if given.get("parallel_tool_calls") is False else None
-        # OpenAI's reason after a call that the client has named
-        reason = "stop" if isinstance(choice, dict) else "tool_calls"
-        body.calls = ToolCalls(body.name, most, reason).edit
+    def find(self, choice: dict[str, Any], message: dict[str, Any], text: str,
+             is_whole: bool) -> tuple[str | None, str]:
+        index = choice["index"]
+        held = self.held[index]
+        # without another end tag, a call that has begun stays incomplete
+        is_open = BEGIN in held and END not in text[max(0, len(held) - len(END) + 1):]
+        if is_open and not is_whole:
+            return "", text
+        content, calls, rest = split(text, is_whole)
+        for number, call in enumerate(calls, self.num_calls[index]):
+            if number == self.most:
+                break
+            self.num_calls[index] += 1
+            # only in events
+            place = {"index": number} if "delta" in choice else {}
+            message.setdefault("tool_calls", []).append(place | {
+                "id": f"call_{self.name}_{index}_{number}", "type": "function", "function": call})
+        has_calls = self.num_calls[index] > 0
+        if has_calls and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = self.reason
+        new = content if is_whole and not has_calls else content.rstrip()
+        return new or (None if has_calls else ""), content[len(new):] + rest

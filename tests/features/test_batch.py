@@ -7,18 +7,17 @@ import json
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import time
 from array import array
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from nanoengine import LLM, SamplingParams
-from nanoengine_extras.tools import batch as module
+from nanoengine_extras.tools import batch
 
 pytestmark = pytest.mark.needs(
     "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logits_processors",
@@ -29,15 +28,10 @@ CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def batch():
-    return module
-
-
 @pytest.fixture
-def job(batch, bundled, llm, tmp_path, monkeypatch):
+def job(bundled, llm, tmp_path, monkeypatch):
     """Runs a job on lines, with a model that is loaded already; returns its results by line."""
-    monkeypatch.setattr(batch, "LLM", lambda model, **options: Kept(llm))
+    monkeypatch.setattr(batch, "LLM", lambda model, **options: nullcontext(llm))
     source = tmp_path / "requests.jsonl"
     target = tmp_path / "results.jsonl"
 
@@ -49,19 +43,6 @@ def job(batch, bundled, llm, tmp_path, monkeypatch):
 
     run.source, run.target = source, target
     return run
-
-
-class Kept:
-    """A model that stays open behind a `with`."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-
-    def __enter__(self) -> LLM:
-        return self.llm
-
-    def __exit__(self, *exception: object) -> None:
-        pass
 
 
 def as_line(row: object) -> bytes:
@@ -104,127 +85,30 @@ def without_times(found: dict[int, dict]) -> dict[int, dict]:
 # ----------------------------------------------------------------------------------- the format
 
 
-def test_chats_and_completions(job, llm, bundled):
-    found = job([
-        chat(temperature=0, model="gpt-4o-mini", user="me", stream=False, seed=None),
-        b"", b"  ",
-        of_api({"prompt": "47 + 85 =", "temperature": 0}, custom_id=None),
-        {"prompt": llm.get_tokenizer().encode("47 + 85 ="), "temperature": 0, "custom_id": "a"},
-        of_api({"prompt": ["47 + 85 ="], "temperature": 0, "stop": "3", "echo": False}),
-        chat([{"type": "text", "text": "12 + 34"}], temperature=0, max_completion_tokens=1,
-             max_tokens=5)])
-    assert found.keys() == {1, 4, 5, 6, 7}
-    assert texts(found) == {1: ["46"], 4: [" 132"], 5: [" 132"], 6: [" 1"], 7: ["4"]}
-    assert [found[i]["custom_id"] for i in found if i in (4, 5)] == [None, "a"]
-    body = body_of(found[1])
-    assert body["object"] == "chat.completion" and body["model"] == bundled
-    assert body["choices"] == [{
-        "index": 0, "message": {"role": "assistant", "content": "46", "refusal": None},
-        "logprobs": None, "finish_reason": "stop", "stop_reason": None}]
-    num_prompt_tokens = body["usage"]["prompt_tokens"]
-    assert body["usage"] == {"prompt_tokens": num_prompt_tokens, "completion_tokens": 3,
-                             "total_tokens": num_prompt_tokens + 3}
-    assert abs(body["created"] - time.time()) < 60
-    assert found[1]["response"]["request_id"] == "batch-line-1"
-    body = body_of(found[6])
-    assert body["object"] == "text_completion"
-    assert body["choices"][0]["finish_reason"] == "stop"
-    assert body["choices"][0]["stop_reason"] == "3"
-    assert body_of(found[7])["choices"][0]["finish_reason"] == "length"
-
-
-def test_parameters(job, batch, llm, monkeypatch):
-    """What reaches the engine, by line."""
-    seen = []
-    add = llm.add
-    monkeypatch.setattr(llm, "add", lambda prompts, params: (
-        seen.append((prompts, params)) or add(prompts, params)))
-    everything = dict(
-        n=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, seed=4, max_tokens=3, min_tokens=1,
-        stop=["x"], stop_token_ids=[9], include_stop_str_in_output=True, ignore_eos=True,
-        logprobs=2, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1,
-        bad_words=["y"], allowed_token_ids=[5, 6, 7], skip_special_tokens=False)
-    job([of_api({"prompt": "Once", "logit_bias": {"5": 1.5}} | everything),
-         {"prompt": "Once", "seed": -1, "max_tokens": None}, {"prompt": "Once", "seed": 0},
-         chat(temperature=0), chat(max_tokens=2, logprobs=True, top_logprobs=3),
-         chat(chat_template="{{ x }}{{ messages[0].content }}{{ tools[0].type }}"
-              "{{ reasoning_effort }}", chat_template_kwargs={"x": "<"}, reasoning_effort="low",
-              max_tokens=1, tools=[{"type": "function"}], tool_choice="none"),
-         of_api({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content":
-                "b c"}], "add_generation_prompt": False, "continue_final_message": True}, CHAT)])
-    params = [params for _, params in seen]
-    defaults = llm.get_default_sampling_params()
-    assert params[0] == SamplingParams(**everything, logit_bias={5: 1.5})
-    assert (params[1].seed, params[1].max_tokens) == (2, 16)
-    assert params[1].top_k == defaults.top_k == 50, "of generation_config.json"
-    assert params[2].seed == 0
-    assert (params[3].seed, params[3].max_tokens, params[3].logprobs) == (4, None, None)
-    assert (params[4].max_tokens, params[4].logprobs) == (2, 3)
-    prompts = [prompt["prompt"] for [prompt], _ in seen[5:]]
-    assert prompts[0] == "<12 + 34functionlow" and prompts[1].endswith("b c")
-
-
-def test_structured_outputs(job):
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}},
-              "required": ["age"], "additionalProperties": False}
-    of_schema = {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}}
-    found = job([chat(response_format=of_schema, n=2, max_tokens=40, seed=1),
-                 {"prompt": "Once", "structured_outputs": {"choice": ["cat", "dog"]}},
-                 {"prompt": "12 + 34 =", "response_format": {"type": "text", "json_schema": None},
-                  "temperature": 0},
-                 {"prompt": "Once", "response_format": {"type": "json_object"}},
-                 {"prompt": "Once", "response_format": {"type": "text"},
-                  "structured_outputs": {"choice": ["cat", "dog"]}}])
-    assert texts({5: found[5]})[5][0] in ("cat", "dog")
-    for choice in body_of(found[1])["choices"]:
-        assert json.loads(choice["message"]["content"])["age"] <= 99
-    assert texts({2: found[2]})[2][0] in ("cat", "dog") and texts({3: found[3]}) == {3: [" 46"]}
-    assert texts({4: found[4]})[4][0].startswith("{")
-
-
-def test_a_chat_without_a_url(job):
-    """Messages with parameters are short for a chat, as a prompt is for a completion."""
-    short = {"messages": [{"role": "user", "content": "12 + 34"}], "temperature": 0}
-    found = job([short, of_api(short, CHAT), short | {"custom_id": "mine", "max_tokens": 1}])
-    assert body_of(found[1])["choices"] == body_of(found[2])["choices"]
-    assert body_of(found[1])["choices"][0]["message"]["content"] == "46"
-    assert found[3]["custom_id"] == "mine"
-    assert body_of(found[3])["usage"]["completion_tokens"] == 1
-
-
-def test_several_completions_and_logprobs(job, llm):
-    found = job([{"prompt": "Once upon", "n": 2, "max_tokens": 6, "temperature": 5},
-                 {"prompt": "Once upon", "logprobs": 2, "max_tokens": 5, "ignore_eos": True},
-                 chat(logprobs=True, top_logprobs=2, max_tokens=3),
-                 chat(logprobs=True, max_tokens=3)])
-    first, second = body_of(found[1])["choices"]
-    assert (first["index"], second["index"]) == (0, 1) and first["text"] != second["text"]
-    assert body_of(found[1])["usage"]["completion_tokens"] <= 12
-
-    params = llm.get_default_sampling_params()
-    params.seed, params.max_tokens, params.logprobs, params.ignore_eos = 2, 5, 2, True
-    expected = llm.generate("Once upon", params, use_tqdm=False)[0].outputs[0]
-    choice = body_of(found[2])["choices"][0]
-    logprobs = choice["logprobs"]
-    assert choice["text"] == expected.text == "".join(logprobs["tokens"])
-    assert sum(logprobs["token_logprobs"]) == pytest.approx(expected.cumulative_logprob)
-    assert logprobs["text_offset"][:2] == [0, len(logprobs["tokens"][0])]
-    assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"])
-
-    content = body_of(found[3])["choices"][0]["logprobs"]["content"]
-    text = body_of(found[3])["choices"][0]["message"]["content"]
-    assert b"".join(bytes(token["bytes"]) for token in content).decode().startswith(text)
-    for token in content:
-        likeliest, next_one = token["top_logprobs"]
-        assert likeliest["logprob"] >= next_one["logprob"] and likeliest.keys() == {
-            "token", "logprob", "bytes"}
-    content = body_of(found[4])["choices"][0]["logprobs"]["content"]
-    assert [token["top_logprobs"] for token in content] == [[]] * len(content)
-
-
-def schema_of(kind: str) -> dict:
-    """A `response_format`."""
-    return {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": kind}}}
+def test_the_answers_are_those_of_openais_format(job, llm, bundled):
+    """In each form of a request, whose number is its seed. test_openai_format.py has the rest."""
+    short = {"messages": [{"role": "user", "content": "12 + 34"}], "max_tokens": 5}
+    ids = llm.get_tokenizer().encode("47 + 85 =")
+    rows = [chat(max_tokens=5, model="gpt-4o-mini", stream=False, seed=None), b"",
+            of_api({"prompt": "Once"}, custom_id=None), {"prompt": ids, "custom_id": "mine"},
+            of_api({"prompt": ["Once"], "logprobs": 2}), short, short | {"seed": 99},
+            {"prompt": "Once", "seed": -1, "n": 2}]
+    found = job(rows)
+    assert found.keys() == numbers(rows)
+    for number, record in found.items():
+        row = rows[number - 1]
+        given = row.get("body", row)
+        url = CHAT if "messages" in given else COMPLETION
+        body = batch.openai.Body(url, f"line-{number}")
+        seed = 99 if number == 7 else number
+        asked = {name: given[name] for name in given if name != "custom_id"}
+        body.read(asked | {"seed": seed}, llm)
+        outputs = llm.generate(body.prompts, body.params, use_tqdm=False)
+        expected = body.response(outputs, bundled)
+        assert abs(body_of(record)["created"] - expected["created"]) < 60
+        assert body_of(record) | {"created": 0} == expected | {"created": 0}
+        assert record["custom_id"] == row.get("custom_id")
+        assert record["response"]["request_id"] == f"batch-line-{number}"
 
 
 def test_bad_rows(job):
@@ -234,41 +118,11 @@ def test_bad_rows(job):
         ("text", "object"), (None, "object"), ({}, "url"), ({"custom_id": "a"}, "url"),
         (of_api({}, "/v1/embeddings"), "url"), (of_api({}, ["x"]), "url"), (of_api({}), "prompt"),
         (of_api(None), "body"), (of_api([]), "body"), (of_api(good, method="GET"), "POST"),
-        (of_api(good, temperature=1), "nothing else"),
-        (good | {"temperatur": 1}, "completions: the nearest is temperature"),
-        ({"text": "x"}, '{"messages": …}'), (good | {"max_token": 1}, "nearest is max_tokens"),
-        (chat(max_completion_token=1), "nearest is max_completion_tokens"),
-        (good | {"temperature": -1}, "temperature"), (good | {"temperature": "1"}, "temperature"),
-        (good | {"max_tokens": 0}, "max_tokens"), (good | {"n": 2}, "temperature=0"),
-        (good | {"logit_bias": {"x": 1}}, "'x'"), (good | {"logit_bias": [1]}, "list"),
-        (good | {"logit_bias": {"99999": 1}}, "vocabulary"), (good | {"stop": 5}, "stop"),
-        (good | {"stream": True}, "stream"), (good | {"echo": "x"}, "echo"),
-        (good | {"logprobs": True, "echo": 2}, "echo"), (chat(echo=True), "echo"),
-        (good | {"suffix": "x"}, "suffix"), (good | {"best_of": 2}, "best_of"),
-        (good | {"response_format": {"type": "lark"}}, "response_format"),
-        (good | {"response_format": {"type": "json_schema", "json_schema": 5}}, "json_schema"),
-        (good | {"response_format": schema_of("foo")}, "response_format: line 1: failed to"),
-        (chat(response_format=schema_of("foo")), "response_format: line 1: failed to"),
-        (good | {"response_format": schema_of("object"), "structured_outputs": {"regex": "a"}},
-         "response_format must be left out"),
-        (chat(logprobs=True, top_logprobs=-2), "top_logprobs: logprobs=-2"),
-        (chat(max_completion_tokens=0), "max_completion_tokens: max_tokens=0"),
-        (good | {"structured_outputs": {"regex": "(("}}, "unclosed group"),
-        (good | {"messages": []}, "messages"), (good | {"prompt_logprobs": 1}, "prompt_logprobs"),
-        (good | {"max_completion_tokens": 1}, "max_completion_tokens"),
-        ({"prompt": ""}, "has 0 tokens"), ({"prompt": []}, "empty"), ({"prompt": 5}, "prompt"),
-        ({"prompt": None}, "prompt"), ({"prompt": ["a", "b"]}, "one string"),
-        ({"prompt": [99999]}, "vocabulary"), ({"prompt": "\ud800"}, "prompt"),
-        ({"prompt": [5] * 5000}, "max_model_len"), (of_api({}, CHAT), "messages"),
-        (of_api({"messages": []}, CHAT), "messages"), (of_api({"messages": "x"}, CHAT), "messages"),
-        (of_api({"messages": ["x"]}, CHAT), "messages"), (chat(5), "content"),
-        (of_api({"messages": [[], []]}, CHAT), "line"), (chat([{"type": "image_url"}]), "content"),
-        (chat(prompt="x"), "prompt"), (chat(logprobs=5), "logprobs"),
-        (chat(top_logprobs=2), "top_logprobs"), (chat(logprobs=True, top_logprobs="x"), "logprobs"),
-        (chat(chat_template_kwargs=5, reasoning_effort="low"), "chat_template_kwargs=5"),
-        (chat(chat_template_kwargs=5), "dict"), (chat(chat_template="{% x %}"), "chat_template"),
-        (chat(tool_choice="auto"), "tool_choice"), (chat(continue_final_message=True), "message"),
-        (good | {"bad_words": ["\ud800"]}, "line")]
+        (of_api(good, temperature=1), "nothing else"), ({"text": "x"}, '{"messages": …}'),
+        (good | {"temperatur": 1}, "nearest is temperature"), (chat(echo=True), "echo"),
+        (good | {"stream": True}, "stream"), ({"prompt": ["a", "b"]}, "one string"),
+        ({"prompt": "\ud800"}, "prompt"), (good | {"bad_words": ["\ud800"]}, "line"),
+        ({"prompt": [5] * 5000}, "max_model_len"), (of_api({"messages": [[], []]}, CHAT), "line")]
     found = job([row for row, _ in bad] + [good])
     assert found.keys() == set(range(1, len(bad) + 2))
     assert texts({0: found.pop(len(bad) + 1)}) == {0: [" 46"]}
@@ -340,7 +194,7 @@ def numbers(rows: list) -> set[int]:
     return {number for number, row in enumerate(rows, 1) if row != b""}
 
 
-def test_a_job_that_is_stopped_goes_on(job, batch, monkeypatch, capsys):
+def test_a_job_that_is_stopped_goes_on(job, monkeypatch, capsys):
     rows = many()
     expected = without_times(job(rows))
     assert expected.keys() == numbers(rows)
@@ -374,7 +228,7 @@ def edited(place: int, **body) -> list[dict]:
 
 
 @pytest.fixture
-def half_done(job, batch, bundled, monkeypatch):
+def half_done(job, bundled, monkeypatch):
     """Most of the lines have a result, and the last one is torn. No model can be loaded."""
     job(ROWS)
     lines = job.target.read_bytes().splitlines(keepends=True)
@@ -418,17 +272,6 @@ def test_an_input_with_more_lines_goes_on(half_done, data, rows):
 def test_another_model_is_refused(half_done):
     with pytest.raises(SystemExit, match="the model has changed"):
         half_done(None, "--model", "other")
-
-
-def test_equal_lines_are_different_requests(job):
-    """Also with the same custom_id."""
-    rows = [{"prompt": "Once", "max_tokens": 20, "custom_id": "a"}] * 5
-    expected = without_times(job(rows))
-    assert expected.keys() == {1, 2, 3, 4, 5} and len({*map(str, texts(expected).values())}) > 1
-    for kept in ([1, 3], [4]):
-        lines = job.target.read_bytes().splitlines(keepends=True)
-        job.target.write_bytes(b"".join(lines[number - 1] for number in kept))
-        assert without_times(job()) == expected
 
 
 @pytest.mark.parametrize("change, message", [
@@ -484,7 +327,7 @@ def test_interrupted(job, llm, monkeypatch):
     assert stopped == without_times(job(rows))
 
 
-def test_a_full_disk(job, batch, monkeypatch):
+def test_a_full_disk(job, monkeypatch):
     """The limit on the size of files: a write takes what is left, the next one none."""
     # the limit holds for captured output, too
     monkeypatch.setattr(batch, "tqdm", functools.partial(batch.tqdm, file=io.StringIO()))
@@ -504,22 +347,20 @@ def test_a_full_disk(job, batch, monkeypatch):
     assert without_times(job()) == expected
 
 
-def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
+def test_files_that_cannot_be_used(job, bundled, capsys):
     job.source.write_bytes(as_line({"prompt": "one"})[:-1])
-    with pytest.raises(SystemExit, match="not a result of this job"):
-        batch.main(["--model", bundled, "-i", str(job.source), "-o", str(job.source)])
+    folder = job.source.parent
+    file = "is not accepted: it must be a file"
+    for source, target, message in [
+            (job.source, job.source, "not a result of this job"),
+            (folder / "none", job.target, f"{file} that exists"),
+            (folder, job.target, f"{file} that exists"),
+            (job.source, "/dev/full", "/dev/full is not a file"),
+            (job.source, folder / "none" / "a", f"{file}, in a folder")]:
+        with pytest.raises(SystemExit) as found:
+            batch.main(["--model", bundled, "-i", str(source), "-o", str(target)])
+        assert message in f"{found.value} {capsys.readouterr().err}"
     assert job.source.read_bytes() == as_line({"prompt": "one"})[:-1], "it is as it was"
-    for source in (tmp_path / "none", tmp_path):
-        with pytest.raises(SystemExit):
-            batch.main(["--model", bundled, "-i", str(source), "-o", str(job.target)])
-        assert "is not accepted: it must be a file that exists" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        batch.main(["--model", bundled, "-i", str(job.source), "-o", "/dev/full"])
-    assert "/dev/full is not a file" in capsys.readouterr().err
-    # as for the files of the benchmark
-    with pytest.raises(SystemExit):
-        batch.main(["--model", bundled, "-i", str(job.source), "-o", str(tmp_path / "none" / "a")])
-    assert "none/a' is not accepted: it must be a file, in a folder" in capsys.readouterr().err
     with job.target.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(SystemExit, match="another job is writing"):
@@ -527,55 +368,31 @@ def test_files_that_cannot_be_used(job, batch, bundled, tmp_path, capsys):
     assert texts(job()).keys() == {1}, "a last line without its end is a line"
 
 
-# starts a job for each line that it reads, as a process with all its imports
-STARTER = """
-import os, sys
-from nanoengine_extras.tools import batch
-import transformers.models.auto
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        batch.main(sys.argv[1:])
-        os._exit(0)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
 @pytest.mark.slow
-def test_killed(tmp_path, bundled):
-    """kill -9, three times, at random moments after the first new result."""
+def test_killed(job, bundled):
+    """kill -9, after the first new result."""
     rows = many(200)
-    source = tmp_path / "requests.jsonl"
-    target = tmp_path / "results.jsonl"
-    source.write_bytes(b"".join(map(as_line, rows)))
-    target.touch()
+    job.source.write_bytes(b"".join(map(as_line, rows)))
+    job.target.touch()
     sizes = [0]
-    with subprocess.Popen(
-            [sys.executable, "-c", STARTER, "--model", bundled, "-i", source, "-o", target,
-             "--options", '{"max_num_seqs": 8}'],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as starter:
-        for kill in (True, True, True, False):
-            starter.stdin.write("\n")
-            pid = int(starter.stdout.readline())
-            if kill:
-                deadline = time.monotonic() + 60
-                while target.stat().st_size <= sizes[-1] and time.monotonic() < deadline:
-                    time.sleep(0.002)
-                time.sleep(random.uniform(0, 0.05))
-                os.kill(pid, signal.SIGKILL)
-            assert int(starter.stdout.readline()) == -signal.SIGKILL * kill
-            sizes.append(target.stat().st_size)
-        starter.stdin.close()
+    for _ in range(2):
+        with subprocess.Popen(
+                [sys.executable, "-m", "nanoengine", "batch", "--model", bundled, "-i", job.source,
+                 "-o", job.target, "--max-num-seqs", "8"],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}) as process:
+            while job.target.stat().st_size <= sizes[-1] and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(random.uniform(0, 0.05))
+            process.kill()
+        sizes.append(job.target.stat().st_size)
     assert sizes == sorted(set(sizes)), "each time it has gone on"
-    assert results(target).keys() == numbers(rows)
+    assert job().keys() == numbers(rows)
 
 
 # ---------------------------------------------------------------------------------- its size
 
 
-def test_the_window_is_constant(job, batch, llm, monkeypatch):
+def test_the_window_is_constant(job, llm, monkeypatch):
     rows = [{"prompt": [5 + i % 50], "max_tokens": 1} for i in range(2000)]
     rows[0] = {"prompt": [5], "max_tokens": 200, "ignore_eos": True}
     rows[1::10] = [b""] * 200
@@ -601,45 +418,39 @@ def result(number: object, line_hash: object = None, **changes: object) -> str:
     return json.dumps(record | changes) + "\n"
 
 
-@pytest.mark.parametrize("line", [
-    result(2)[:20] + result(3), result(2)[:-1] + result(3), result("x", "b"), result("", "b"),
-    result(2, 22), result(2, "x"), result(2, []), '{"id": "line-2"}\n',
-    '{"id": "line-\n', '{"id": "line-2", "error": null}\n', '{"id": "line-2"\n'])
-def test_a_result_that_is_damaged_is_named(batch, tmp_path, line):
-    """It does not count as done: a part of it, or of the one behind it, is missing."""
-    check_refused(batch, tmp_path, result(1) + line + result(4),
-                  "results, line 2 is damaged .*computes what was")
-    assert drop_finished(batch, tmp_path, result(1) + result(4)) == (2, 0, [0, 22, 33, 0, 55])
+DAMAGED = "results, line 2 is damaged .*computes what was"
+OTHER_LINE = "line 2 is not the result of line .*requests: one"
 
 
-@pytest.mark.parametrize("line", [
-    result(2, "21"), result(2)[:20] + result(3)[20:], result(0, "b"), result(-4, "16"),
-    result(6, "b"), result(10**20, "0"), result(1), result(3, "0")])
-def test_a_result_of_something_else_is_named(batch, tmp_path, line):
-    check_refused(batch, tmp_path, result(1) + line + result(4),
-                  "line 2 is not the result of line .*requests: one")
+@pytest.mark.parametrize("line, message", [
+    # it does not count as done: a part of it, or of the one behind it, is missing
+    *((line, DAMAGED) for line in (
+        result(2)[:20] + result(3), result(2)[:-1] + result(3), result("x", "b"), result("", "b"),
+        result(2, 22), result(2, "x"), result(2, []), '{"id": "line-2"}\n',
+        '{"id": "line-\n', '{"id": "line-2", "error": null}\n', '{"id": "line-2"\n')),
+    # it belongs to something else
+    *((line, OTHER_LINE) for line in (
+        result(2, "21"), result(2)[:20] + result(3)[20:], result(0, "b"), result(-4, "16"),
+        result(6, "b"), result(10**20, "0"), result(1), result(3, "0"))),
+    # all are named, so that they can be deleted at once, and the others be kept
+    (result(2, "b") + result(3) + result(5, "16"),
+     "line 2 is not .*delete all 2 such lines .*: 2, 4$")])
+def test_a_wrong_result_is_named(tmp_path, line, message):
+    content = result(1) + line + result(4)
+    with pytest.raises(SystemExit, match=message):
+        drop_finished(tmp_path, content)
+    assert (tmp_path / "results").read_text() == content, "it is as it was"
+    assert drop_finished(tmp_path, result(1) + result(4)) == (2, 0, [0, 22, 33, 0, 55])
 
 
-def test_all_results_of_edited_lines_are_named(batch, tmp_path):
-    """So that they can be deleted at once, and the others be kept."""
-    content = result(1) + result(2, "b") + result(3) + result(4, "16") + result(5)
-    check_refused(batch, tmp_path, content, "line 2 is not .*delete all 2 such lines .*: 2, 4$")
-
-
-def drop_finished(batch, folder: Path, content: str) -> tuple[int, int, list[int]]:
+def drop_finished(folder: Path, content: str) -> tuple[int, int, list[int]]:
     target = folder / "results"
     target.write_text(content)
     hashes = array("Q", HASHES)
     return *batch.drop_finished(hashes, folder / "requests", target), [*hashes]
 
 
-def check_refused(batch, folder: Path, content: str, message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        drop_finished(batch, folder, content)
-    assert (folder / "results").read_text() == content, "it is as it was"
-
-
-def test_eight_bytes_for_a_line(batch, job):
+def test_eight_bytes_for_a_line(job):
     """Whatever lines are blank, and though requests finish out of order."""
     lines = [b"x\n" if number % 3 else b"\n" for number in range(20000)]
     job.source.write_bytes(b"".join(lines))
@@ -675,50 +486,7 @@ def test_lines_end_at_newlines_alone(job):
     assert job().keys() == {2}, "a blank first line with a byte order mark"
 
 
-@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b"Infinity", b"-Infinity"])
-def test_results_are_json_whatever_comes_in(job, number):
-    def refuse(text: str) -> None:
-        raise AssertionError(f"{text} is no JSON")
-
-    lines = [b'{"custom_id": %s, "prompt": "a"}', b'{"custom_id": {"x": [%s]}, "prompt": "a"}',
-             b'{"custom_id": "a", "prompt": "a", "metadata": {"x": %s}}']
-    found = job([line % number for line in lines] + [{"custom_id": 1.5, "prompt": "a"}])
-    assert [found[i]["custom_id"] for i in found] == [None, None, None, 1.5]
-    assert all(number.decode() in found[i]["error"]["message"] for i in (1, 2, 3))
-    for line in job.target.read_text().split("\n")[:-1]:
-        json.loads(line, parse_constant=refuse)
-
-
-def test_tokens_with_the_same_text_are_different_entries(job, llm):
-    """The likeliest one has the text as its name; the others have their number."""
-    found = job([{"prompt": "日", "logprobs": -1, "max_tokens": 2, "ignore_eos": True},
-                 {"prompt": "Once", "logprobs": 20, "max_tokens": 2, "temperature": 0},
-                 chat(logprobs=True, top_logprobs=20, max_tokens=2)])
-    vocab_size = llm.model_config.vocab_size
-    for number, count in ((1, vocab_size), (2, 20)):
-        logprobs = body_of(found[number])["choices"][0]["logprobs"]
-        for value, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"]):
-            assert len(top) == count and value in top.values()
-            assert [*top.values()] == sorted(top.values(), reverse=True)
-    top, *_ = body_of(found[1])["choices"][0]["logprobs"]["top_logprobs"]
-    named = [name for name in top if name.startswith("token_id:")]
-    assert 100 < len(named) < vocab_size - 100, "halves have no text"
-    for entry in body_of(found[3])["choices"][0]["logprobs"]["content"]:
-        assert len(entry["top_logprobs"]) == 20
-        for each in entry["top_logprobs"]:
-            assert each.keys() == {"token", "logprob", "bytes"}
-            assert bytes(each["bytes"]).decode() == each["token"]
-
-
-def test_an_echo(job):
-    found = job([{"prompt": "12 + 34 =", "echo": True, "max_tokens": 0, "logprobs": 0},
-                 {"prompt": "12 + 34 =", "echo": True, "temperature": 0}])
-    assert texts(found) == {1: ["12 + 34 ="], 2: ["12 + 34 = 46"]}
-    assert body_of(found[1])["choices"][0]["logprobs"]["token_logprobs"][0] is None
-    assert body_of(found[1])["usage"]["completion_tokens"] == 0
-
-
-def test_faults_of_a_user_are_one_sentence(batch, bundled, tmp_path, capsys):
+def test_faults_of_a_user_are_one_sentence(bundled, tmp_path, capsys):
     source = tmp_path / "requests.jsonl"
     source.write_bytes(as_line({"prompt": "one"}))
     files = ["-i", str(source), "-o", str(tmp_path / "results.jsonl")]
@@ -732,21 +500,6 @@ def test_faults_of_a_user_are_one_sentence(batch, bundled, tmp_path, capsys):
         *_, last = capsys.readouterr().err.splitlines()
         assert last.startswith("python -m nanoengine batch: error: ") and message in last
         assert not (tmp_path / "results.jsonl").exists() or not results(tmp_path / "results.jsonl")
-
-
-def test_tool_calls_in_openais_format(job, llm, batch, monkeypatch):
-    seen = []
-    add = llm.add
-    monkeypatch.setattr(llm, "add", lambda prompts, params: (
-        seen.append(prompts[0]["prompt"]) or add(prompts, params)))
-    template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
-    for arguments in ('{"city": "Oslo"}', "", '{"city"'):
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        messages = [{"role": "user", "content": "a"},
-                    {"role": "assistant", "content": None, "tool_calls": [call]}]
-        record = job([of_api({"messages": messages, "chat_template": template}, CHAT)])[1]
-        job.target.unlink()
-    assert seen == ['{"city": "Oslo"}', "{}"] and "tool_calls=" in record["error"]["message"]
 
 
 @pytest.mark.needs("tools.tool_calls")

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import GREEDY, check_idle, token_ids
+from conftest import GREEDY, token_ids
 from transformers import AutoTokenizer
 
 from nanoengine import LLM
-from nanoengine_extras.tools.chat import form_of_arguments, render, takes_parts
+from nanoengine_extras.tools.chat import form_of_calls, render, takes
 
 TO_JSON = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
     {{- {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
@@ -123,10 +123,6 @@ HERMES = """{%- for tool_call in m.tool_calls %}{%- if tool_call.function is def
     {%- set tool_call = tool_call.function %}{%- endif %}
     {{- '<tool_call>' }}{{- {'name': tool_call.name, 'arguments': tool_call.arguments} | tojson }}
     {%- endfor %}"""
-COMMAND = """{%- if m.tool_calls %}{%- if m.content %}{{- m.content }}{%- endif %}
-    {%- for tc in m.tool_calls %}{{- '{"tool_name": "' }}{{- tc['function']['name'] }}
-    {{- '", "parameters": ' }}{{- tc['function']['arguments'] | tojson }}{{- '}' }}{%- endfor %}
-    {%- endif %}"""
 GPT_OSS = """{%- if m.role == 'assistant' %}{%- if 'tool_calls' in m and m.tool_calls %}
     {%- if m.content and m.thinking %}{{- raise_exception('not both') }}{%- endif %}
     {%- set tool_call = m.tool_calls[0].function %}
@@ -136,19 +132,9 @@ PHI = """{%- if m.tool_calls %}{{- m.tool_calls | tojson }}{%- endif %}"""
 SMOLLM = """{%- set content = m.content if m.content is string else "" %}
     {%- if m.role == "assistant" %}{{- content.lstrip("\\n") }}
     {%- for call in m.tool_calls %}{{- call.function | tojson }}{%- endfor %}{%- endif %}"""
-FUNCTIONARY = """{%- if m['role'] == 'assistant' %}
-    {%- if 'content' in m and m['content'] is not none %}{{- m['content'] }}{%- endif %}
-    {%- for tool_call in m['tool_calls'] %}{{- '<function=' + tool_call['function']['name'] + '>' +
-    tool_call['function']['arguments'] + '</function>' }}{%- endfor %}{%- endif %}"""
 GLM = """{%- for tc in m.tool_calls %}{%- if tc.function %}{%- set tc = tc.function %}{%- endif %}
     {{- tc.name }}{%- set _args = tc.arguments %}{%- for k, v in _args.items() %}
     {{- '<k>' + k + '<v>' }}{{- v if v is string else v | tojson }}{%- endfor %}{%- endfor %}"""
-QWEN_CODER = """{%- for tool_call in m.tool_calls %}{%- set tool_call = tool_call.function %}
-    {{- tool_call.name }}{%- if tool_call.arguments is defined %}
-    {%- for args_name, args_value in tool_call.arguments | items %}
-    {{- '<parameter=' + args_name + '>' }}
-    {%- set args_value = args_value | string if args_value is string else args_value | tojson %}
-    {{- args_value }}{%- endfor %}{%- endif %}{%- endfor %}"""
 KIMI = """{%- for tool_call in m['tool_calls'] %}
     {%- set args = tool_call['function']['arguments'] %}
     {{- args if args is string else args | tojson }}{%- endfor %}"""
@@ -161,28 +147,19 @@ REAL = {
     "Qwen 2.5": (QWEN, f"{{{IN_CALL}}}"),
     "Mistral": (MISTRAL, f'{{{IN_CALL}, "id": "1"}}'),
     "Hermes": (HERMES, f"<tool_call>{{{IN_CALL}}}"),
-    "Command R": (COMMAND, f'{{"tool_name": "rain", "parameters": {WRITTEN}}}'),
     "gpt-oss": (GPT_OSS, f"to=functions.rain json<|message|>{WRITTEN}"),
     "Phi": (PHI, f'[{{"id": "1", "type": "function", "function": {{{IN_CALL}}}}}]'),
     "SmolLM": (SMOLLM, f"{{{IN_CALL}}}"),
-    "GLM": (GLM, "rain<k>city<v>Ås<k>days<v>[2]"),
-    "Qwen Coder": (QWEN_CODER, "rain<parameter=city>Ås<parameter=days>[2]")}
+    "GLM": (GLM, "rain<k>city<v>Ås<k>days<v>[2]")}
 # a user's text is used as it is
 REAL_TEXT = {
     "Qwen 3": (QWEN3, '{{"name": "rain", "arguments": {}}}'),
     "DeepSeek": (DEEPSEEK, "<call>function<sep>rain\n```json\n{}\n```"),
-    "Functionary": (FUNCTIONARY, "<function=rain>{}</function>"),
     "Kimi": (KIMI, "{}"),
     "printed": ("{{ m.tool_calls[0].function.arguments }}", "{}"),
-    "added": ("{{ 'x' ~ (m.tool_calls[0]['function']['arguments'] | trim) ~ 'y' }}", "x{}y"),
-    "indexed": ("{{ m.tool_calls[0].function.arguments[:-1] }}", "{}"[:-1]),
     "method": ("{% set c = m.tool_calls[0].function %}{{ c.get('arguments').strip() }}", "{}"),
-    "or": ("{{ m.tool_calls[0].function.arguments or '{}' }}", "{}"),
-    "format": ("{{ 'x%s' % m.tool_calls[0].function.arguments }}", "x{}"),
-    "macro": ("{% macro show(a, b) %}{{ a + b }}{% endmacro %}"
-              "{{ show('x', m.tool_calls[0].function.arguments) }}", "x{}"),
-    "string": ("{% set args = m.tool_calls[0].function.arguments | string %}{{ args }}", "{}"),
-    "replace": ("{{ m.tool_calls[0].function.arguments | replace('x', 'y') }}", "{}")}
+    "macro": ("{% macro show(a, b) %}{{ a ~ b }}{% endmacro %}"
+              "{{ show('x', m.tool_calls[0].function.arguments) }}", "x{}")}
 
 
 def called(content: Any, arguments: Any) -> list[dict]:
@@ -203,41 +180,35 @@ def test_real_templates_write_the_call(prompt, name, arguments, content):
     else:
         template, form = REAL_TEXT[name]
         text = WRITTEN if arguments is OBJECT else TEXT
-        expected = text[:-1] if name == "indexed" else form.replace("{{", "{").replace(
-            "}}", "}").replace("{}", text)
+        expected = form.replace("{{", "{").replace("}}", "}").replace("{}", text)
     if (name, content) == ("DeepSeek", ""):
         expected = "<answer>"
     assert prompt(messages, each(template)) == expected
-    assert form_of_arguments(template) == (
+    assert form_of_calls(each(template))[0] == (
         "object" if name in REAL else "given" if name in ("Qwen 3", "Kimi") else "text")
 
 
 @pytest.mark.parametrize("template, expected", [
     ("{% if m.content is none %}call{% else %}[{{ m.content }}]{% endif %}", "call"),
-    ("{% if m['content'] is not none %}[{{ m.content }}]{% else %}call{% endif %}", "call"),
-    ("{% if m.content == none %}call{% endif %}", "call"),
     ("{% if m.content != none %}text{% else %}call{% endif %}", "call"),
-    ("{% set content = m.content %}{% if content is none %}call{% endif %}", "call"),
-    ("{% if m.get('content') is none %}call{% endif %}", "call"),
     ("{% if m.content %}text{% else %}call{% endif %}", "call"),
     ("{% if not m.content %}call{% endif %}[{{ m.content }}]", "call[]"),
     ("{% if m.content is defined %}[{{ m.content }}]{% else %}call{% endif %}", "call"),
-    ("{% if m.content is defined and m.content is not none %}text{% endif %}call", "call"),
     ("{% if 'content' in m %}[{{ m.content }}]{% endif %}call", "call"),
     ("{% if m.content is string %}[{{ m.content }}]{% else %}call{% endif %}", "call"),
-    ("{% if m.content is not string %}call{% endif %}", "call"),
     # it cannot tell, or would go through None or print it
     ("[{{ m.content }}]call", "[]call"), ("{{ 'x' + m.content }}call", "xcall"),
     ("{% if m.content is string %}[{{ m.content }}]{% else %}{% for p in m.content %}{{ p.text }}"
-     "{% endfor %}{% endif %}call", "[]call"),
+     "{% endfor %}{% endif %}call", "call"),
     ("{% if m.content is string %}[{{ m.content }}]{% else %}{{ m.content | tojson }}{% endif %}",
      "[]"),
     # these are tests of the first message
     ("{% set system = messages[0].content %}{% if system is none %}{% endif %}{{ m.content }}", ""),
     ("{% if messages[0]['content'] is defined %}{% endif %}{{ 'x' + m.content }}", "x")])
 def test_a_call_without_content(prompt, template, expected):
+    template = each(template.replace("call", "{{ m.tool_calls[0].function.name }}"))
     for arguments in (OBJECT, TEXT):
-        assert prompt(called(None, arguments), each(template)) == expected
+        assert prompt(called(None, arguments), template) == expected.replace("call", "rain")
     # without a call, it counts as empty, as everywhere
     assert "None" not in prompt([{"role": "user", "content": None}], each("[{{ m.content }}]"))
 
@@ -280,16 +251,12 @@ def each(body: str) -> str:
 
 TAKE_PARTS = [
     each(loop("m.content")),
-    each(loop("m['content']")),
     each(loop("m['content'][:9]")),
-    each(loop("m.content | list")),
     each(loop("m.content", "if p.type == 'text'")),
     each("{% if m.content is string %}{{ m.content }}{% else %}" + loop("m.content")
          + "{% endif %}"),
-    "{% set all = messages[0:] %}{% for m in all %}" + loop("m.content") + "{% endfor %}",
     "{% macro show(content) %}" + loop("content") + "{% endmacro %}"
     + each("{{ show(m.content) }}"),
-    each("{% set parts = m.content %}" + loop("parts")),
     each("{% generation %}" + loop("m.content") + "{% endgeneration %}{% continue %}")]
 TAKE_TEXTS = [
     each("{{ m.content }}"),
@@ -300,7 +267,7 @@ TAKE_TEXTS = [
 
 @pytest.mark.parametrize("template", TAKE_PARTS)
 def test_templates_that_go_through_parts_get_parts(prompt, template):
-    assert takes_parts(template)
+    assert takes(template, "user")[1]
     for content in ("What is", [{"type": "text", "text": "What is"}], ["What is"]):
         is_shown = content == "What is" and "is string" in template
         expected = "What is" if is_shown else "[What is]"
@@ -313,9 +280,15 @@ def test_templates_that_go_through_parts_get_parts(prompt, template):
 
 @pytest.mark.parametrize("template", TAKE_TEXTS)
 def test_other_templates_get_one_text(prompt, template):
-    assert not takes_parts(template)
-    for content in ("a\nb", ["a", {"type": "text", "text": "b"}]):
-        assert prompt([{"role": "user", "content": content}], template).strip() == "a\nb"
+    as_text, as_parts = takes(template, "user")
+    assert as_text and not as_parts
+    for content in ("a\nb", ["a", {"type": "input_text", "text": "b"}]):
+        message = {"role": "user", "content": content}
+        assert prompt([message], template).strip() == "a\nb"
+        assert message == {"role": "user", "content": content}, "the user's message is left alone"
+    for nothing in ({}, {"content": None}, {"content": []}):
+        assert prompt([{"role": "user"} | nothing], template) == prompt(
+            [{"role": "user", "content": ""}], template)
 
 
 PRINTED = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
@@ -332,17 +305,13 @@ PARTS = loop("m.content")
     (each("{% if m.role == 'assistant' %}{{ m.content | trim }}{% else %}"
           + loop("m['content'][:3]") + "{% endif %}"), "[be brief][hi]hello"),
     (each("{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }};"
-          "{% endfor %}") + "{{ messages[2].content }}", None),
+          "{% endfor %}"), "be brief;hi;hello;"),
     (each("{% if m.role == 'user' %}{{ m.content[0].text }}{% for p in m.content %}{% endfor %}"
           "{% else %}{{ m.content }}{% endif %}"), "be briefhihello")])
 def test_texts_stay_texts_where_they_are_printed(prompt, template, expected):
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"},
             {"role": "assistant", "content": "hello"}]
-    found = prompt(chat, template, add_generation_prompt=False)
-    if expected is None:
-        # it does both with one message: then that is a list
-        expected = "be brief;hi;hello;[{'type': 'text', 'text': 'hello'}]"
-    assert found == expected
+    assert prompt(chat, template, add_generation_prompt=False) == expected
     assert chat[0]["content"] == "be brief", "a user's messages stay as they are"
     assert type(chat[0]["content"]) is str
     users = [{"role": "user", "content": "hi"}]
@@ -358,7 +327,7 @@ def test_tools_can_be_functions_where_a_template_takes_parts(prompt):
             city: the city
         """
 
-    template = "{{ tools[0].function.name }}:" + each(loop("m.content"))
+    template = "{% if tools %}{{ tools[0].function.name }}:{% endif %}" + each(loop("m.content"))
     chat = [{"role": "user", "content": "a"}]
     assert prompt(chat, template, tools=[rain]) == "rain:[a]"
     with pytest.raises(ValueError, match="tools: "):
@@ -378,11 +347,17 @@ def test_the_form_can_be_given(prompt):
         prompt(chat, chat_template_content_format="list")
 
 
-@pytest.mark.parametrize("content", [5, [5], [{"type": "text"}], [{"type": "text", "text": 5}], {}])
-@pytest.mark.parametrize("template", [TAKE_PARTS[0], TAKE_TEXTS[0]])
-def test_contents_that_are_no_text(prompt, content, template):
-    with pytest.raises(ValueError, match="content="):
-        prompt([{"role": "user", "content": content}], template)
+@pytest.mark.parametrize("messages, message", [
+    *(([{"role": "user", "content": content}], "content=") for content in (
+        5, [5], [{"type": "text"}], [{"type": "text", "text": 5}], {},
+        [{"type": "image_url", "image_url": "…"}])),
+    *((each, "messages=") for each in (
+        [5], [[5]], [{"content": "hello"}], [[]], [[{"role": "user", "content": "a"}], []], [],
+        "hello", None, [{"role": "user", "content": "a"}, "b"]))])
+@pytest.mark.parametrize("template", [None, TAKE_PARTS[0], TAKE_TEXTS[0]])
+def test_what_is_no_conversation_is_refused_by_name(prompt, messages, message, template):
+    with pytest.raises(ValueError, match=message):
+        prompt(messages, template)
 
 
 # ------------------------------------------------------------------------------------- options
@@ -407,7 +382,7 @@ def test_without_a_template_the_error_says_what_to_do(bundled, template):
 
 @pytest.mark.parametrize("template, message", [
     (5, "chat_template=5 is not accepted"), ("{% if %}", "chat_template: "),
-    ("{{ 5 | nothing }}", "chat_template: "),
+    ("{{ 5 | nothing }}", "chat_template: "), ("{{ 1 / 0 }}", "messages: division by zero"),
     ("chat_template.jinja", "chat_template=.*a Jinja template: Path\\(…\\).read_text"),
     ("a/template.txt", "chat_template=.*a Jinja template: Path\\(…\\).read_text")])
 def test_what_is_no_template_is_refused(prompt, template, message):
@@ -498,7 +473,7 @@ def test_a_developer_is_the_system_unless_the_template_names_it(prompt, template
     ([{"role": "function", "content": [{"type": "text", "text": "no"}]}], BRANCHES,
      ["messages of 'function'"]),
     ([{"role": "system", "content": "be brief"}], NAMES_IT, ["messages of 'system'"]),
-    # not by its whole text, and not at all if the template checks it
+    # not in other letters, and not if the template checks the text
     ([{"role": "tool", "content": "straße"}], each("{{ m.content | upper }}"), []),
     ([{"role": "tool", "content": "[1]"}], CHECKED, []),
     ([{"role": "tool", "content": " a \n"}], each("{{ m.content | trim }}"), [])])
@@ -518,60 +493,7 @@ def test_chat(llm):
     assert outputs[0].prompt == "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n"
     assert outputs[0].prompt_token_ids.count(1) == 2, "special tokens are taken from the template"
     assert token_ids(llm.chat(conversations[1], GREEDY, use_tqdm=False)) == token_ids(outputs[1:])
-
-
-def test_chat_takes_what_the_template_takes(llm):
-    messages = [{"role": "user", "content": "12 + 34"}]
-    template = ("{% for m in messages %}{{ m.content }} ={% endfor %}{% if loud %}!{% endif %}"
-                "{% if tools %}{{ tools | length }}{% endif %}")
-
-    def prompt(conversation=messages, **options):
-        return llm.chat(conversation, GREEDY, use_tqdm=False, **options)[0].prompt
-
-    assert prompt(chat_template=template) == "12 + 34 ="
-    assert prompt(chat_template=template, chat_template_kwargs={"loud": True}) == "12 + 34 =!"
-    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    assert prompt(chat_template=template, tools=[tool]) == "12 + 34 =1"
-    assert prompt(add_generation_prompt=False) == "<|im_start|>user\n12 + 34<|im_end|>\n"
-    begun = [*messages, {"role": "assistant", "content": "4"}]
-    assert prompt(begun, continue_final_message=True, add_generation_prompt=False) == (
-        "<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n4")
-    with pytest.raises(ValueError, match="continue_final_message=True .* add_generation_prompt"):
-        prompt(continue_final_message=True)
-    for bad in (dict(chat_template="{{ 1 / 0 }}"), dict(chat_template="{% if %}")):
-        with pytest.raises(ValueError, match="messages: |chat_template: "):
-            llm.chat(messages, GREEDY, **bad)
-    with pytest.raises(ValueError, match="chat_template_kwargs=.* without 'tokenize'"):
-        prompt(chat_template_kwargs={"tokenize": True})
-    answers = llm.chat([messages] * 2, GREEDY, False, priority=[0, 1])
-    assert token_ids(answers) == 2 * token_ids(llm.chat(messages, GREEDY, False))
-
-
-@pytest.mark.parametrize("content, text", [
-    ("12 + 34", "12 + 34"),
-    ([{"type": "text", "text": "12 + 34"}], "12 + 34"),
-    ([{"type": "text", "text": "12"}, {"type": "input_text", "text": "34"}, "5"], "12\n34\n5"),
-    ([], ""), (None, "")])
-def test_text_parts_are_joined(llm, content, text):
-    message = {"role": "user", "content": content}
-    (prompt,) = render(llm.inputs, [message])
-    assert prompt["prompt"] == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    assert message == {"role": "user", "content": content}, "the user's message is left alone"
-    assert render(llm.inputs, [{"role": "user"}]) == render(
-        llm.inputs, [{"role": "user", "content": ""}])
-
-
-@pytest.mark.parametrize("messages, message", [
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": "…"}]}], "image_url"),
-    ([{"role": "user", "content": [{"type": "input_audio"}]}], "input_audio"),
-    ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "content="),
-    ([{"role": "user", "content": [{"type": "text"}]}], "content="),
-    ([{"role": "user", "content": 5}], "content=5"), ([5], "messages="), ([[5]], "messages="),
-    ([{"role": "user", "content": {"type": "text", "text": "a"}}, "b"], "messages="),
-    ([{"content": "hello"}], "messages=.*role"), ([[]], "messages="),
-    ([[{"role": "user", "content": "a"}], []], "messages="),
-    ([], "messages="), ("hello", "messages="), (None, "messages=")])
-def test_other_conversations_are_refused_by_name(llm, messages, message):
-    with pytest.raises(ValueError, match=message):
-        llm.chat(messages, GREEDY)
-    check_idle(llm)
+    again = llm.chat(conversations, GREEDY, False, priority=[1, 0], add_generation_prompt=False,
+                     chat_template="{{ messages[0].content }} ={{ x }}",
+                     chat_template_kwargs={"x": "!"})
+    assert [output.prompt for output in again] == ["12 + 34 =!", "sort c b a =!"]

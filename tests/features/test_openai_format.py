@@ -1,13 +1,16 @@
-"""OpenAI's format without a server; test_serve.py and test_batch.py have more."""
+"""OpenAI's format: requests, what is refused, and answers; test_serve.py and test_batch.py send
+them."""
 
 import json
+import re
 import shutil
+import time
 
 import pytest
 from conftest import for_feature
 from tokenizers import Tokenizer, decoders, models
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import LLM
 from nanoengine_extras.tools.openai_format import (
     CHAT,
     COMPLETION,
@@ -15,10 +18,10 @@ from nanoengine_extras.tools.openai_format import (
     KNOWN,
     NEUTRAL,
     Body,
+    error_of,
     object_of,
-    options_of,
 )
-from nanoengine_extras.tools.openai_format.logprobs import by_text, bytes_of
+from nanoengine_extras.tools.openai_format.logprobs import bytes_of
 
 pytestmark = pytest.mark.needs(
     "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs",
@@ -44,7 +47,7 @@ def test_what_has_no_effect_is_accepted(llm):
         plain = read(llm, body, url)
         given = dict.fromkeys(IGNORED, "x") | NEUTRAL | dict.fromkeys(KNOWN[url] - body.keys())
         same = read(llm, given | body, url)
-        assert vars(same) == vars(plain)
+        assert vars(same) | {"reasoning": 0} == vars(plain) | {"reasoning": 0}
         # vLLM's fields at their defaults
         read(llm, body | {"include_reasoning": True, "spaces_between_special_tokens": True,
                           "return_token_ids": False, "return_tokens_as_token_ids": False,
@@ -73,6 +76,135 @@ def test_reasoning_effort_turns_thinking_on_or_off(llm):
         assert read(llm, body | further, CHAT).prompts[0]["prompt"] == text
 
 
+# ------------------------------------------------------------------------------ what is asked for
+
+
+def chat(content: object = "12 + 34", **more: object) -> dict:
+    return {"messages": [{"role": "user", "content": content}]} | more
+
+
+EVERYTHING = dict(
+    n=2, temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, seed=4, max_tokens=3, min_tokens=1,
+    stop=["x"], stop_token_ids=[9], include_stop_str_in_output=True, ignore_eos=True,
+    logprobs=2, presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1,
+    bad_words=["y"], allowed_token_ids=[5, 6, 7], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("body, expected", [
+    ({"prompt": "a", "logit_bias": {"5": 1.5}} | EVERYTHING, EVERYTHING | {"logit_bias": {5: 1.5}}),
+    # of the model's generation_config.json, which says nothing else
+    ({"prompt": "a", "max_tokens": None}, {"max_tokens": 16, "top_k": 50}),
+    (chat(temperature=0), {"max_tokens": None, "logprobs": None, "temperature": 0}),
+    (chat(max_tokens=5, max_completion_tokens=1), {"max_tokens": 1}),
+    (chat(max_tokens=2, logprobs=True, top_logprobs=3), {"max_tokens": 2, "logprobs": 3}),
+    (chat(logprobs=True), {"logprobs": 0})])
+def test_parameters_reach_the_engine(llm, body, expected):
+    params = read(llm, body, CHAT if "messages" in body else COMPLETION).params
+    assert {name: getattr(params, name) for name in expected} == expected
+    assert params.seed == expected.get("seed")
+
+
+@pytest.mark.parametrize("more, prompt", [
+    (dict(chat_template="{{ x }}{{ messages[0].content }}{{ tools[0].type }}{{ reasoning_effort }}",
+          chat_template_kwargs={"x": "<"}, reasoning_effort="low", tool_choice="none",
+          tools=[{"type": "function"}]), "<12 + 34functionlow"),
+    (dict(add_generation_prompt=False, continue_final_message=True), "<|im_start|>user\n12 + 34"),
+    (dict(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}],
+          add_generation_prompt=False), "<|im_start|>user\na\nb<|im_end|>\n")])
+def test_options_of_templates(llm, more, prompt):
+    assert read(llm, chat() | more, CHAT).prompts[0]["prompt"] == prompt
+
+
+def schema_of(kind: str) -> dict:
+    """A `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": kind}}}
+
+
+# what is refused: a change of a good body, the parameter that the message begins with, and what it
+# says
+BAD = [
+    ({"prompt": None}, "prompt", ""), ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": ""}, "prompt", "has 0 tokens"), ({"prompt": 5}, "prompt", ""),
+    ({"prompt": ["a", 5]}, "prompt", ""), ({"prompt": "\ud800"}, "prompt", ""),
+    ({"prompt": [5] * 5000}, "prompt", "max_model_len"),
+    ({"prompt": "word " * 5000}, "prompt", "max_model_len"),
+    ({"prompt": [99999]}, "prompt", "vocabulary"), ({"temperature": -1}, "temperature", "-1 is"),
+    ({"temperature": "hot"}, "temperature", ""), ({"max_tokens": 0}, "max_tokens", ""),
+    ({"n": 0}, "n", ""), ({"n": 2, "temperature": 0}, "n", "temperature=0"),
+    ({"top_p": 2}, "top_p", ""), ({"seed": "x"}, "seed", ""), ({"stop": 5}, "stop", ""),
+    ({"presence_penalty": 3}, "presence_penalty", ""), ({"bad_words": ["\ud800"]}, "bad_words", ""),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"), ({"logit_bias": [1]}, "logit_bias", "list"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "vocabulary"),
+    ({"response_format": {"type": "xml"}}, "response_format", ""),
+    ({"response_format": {"type": "json_schema"}}, "response_format", ""),
+    ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format", ""),
+    ({"response_format": schema_of("foo")}, "response_format", "line 1: failed to"),
+    ({"response_format": schema_of("object"), "structured_outputs": {"regex": "a"}},
+     "response_format", "must be left out"),
+    ({"structured_outputs": {"regex": "(("}}, "structured_outputs", "unclosed group"),
+    ({"stream": "yes"}, "stream", ""), ({"stream_options": 5}, "stream_options", ""),
+    ({"stream": True, "stream_options": {"include_usage": "no"}}, "include_usage", ""),
+    ({"stream_options": {"continuous_usage_stats": 5}}, "continuous_usage_stats", ""),
+    ({"stream": True, "stream_options": {"other": True}}, "stream_options", ""),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "without stream=true"),
+    ({"echo": 5}, "echo", ""), ({"echo": True, "logprobs": -2}, "logprobs", ""),
+    ({"echo": True, "max_tokens": -1}, "max_tokens", ""), ({"suffix": "x"}, "suffix", "omit it"),
+    ({"best_of": 2}, "best_of", "omit it"), ({"self": 1}, "self", ""), ({"\ud800": 1}, None, ""),
+    ({"messages": []}, "messages", ""), ({"prompt_logprobs": 1}, "prompt_logprobs", ""),
+    ({"temperatur": 1}, "temperatur", "completions: the nearest is temperature"),
+    ({"max_token": 1}, "max_token", "nearest is max_tokens"),
+    ({"max_completion_tokens": 1}, "max_completion_tokens", ""),
+    *(({f"guided_{name}": 5}, f"guided_{name}", "the nearest is structured_outputs")
+      for name in ("json", "choice", "regex", "grammar"))]
+BAD_CHATS = [
+    *(({"messages": each}, "messages", "") for each in (
+        None, [], "x", ["x"], [[], []], [{"content": "x"}])),
+    (chat(5), "messages", "content="), (chat([{"type": "image_url"}]), "messages", "content="),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_tokens=-1"),
+    ({"max_completion_token": 1}, "max_completion_token", "nearest is max_completion_tokens"),
+    ({"logprobs": 5}, "logprobs", ""), ({"top_logprobs": 2}, "logprobs", "for top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "logprobs=-2"),
+    ({"logprobs": True, "top_logprobs": "x"}, "top_logprobs", "logprobs"),
+    ({"response_format": schema_of("foo")}, "response_format", "line 1: failed to"),
+    ({"prompt": "x"}, "prompt", ""), ({"echo": True}, "echo", ""),
+    ({"chat_template_kwargs": 5}, "chat_template_kwargs", "dict"),
+    ({"chat_template_kwargs": 5, "reasoning_effort": "low"}, "chat_template_kwargs", "=5"),
+    *(({"chat_template": each}, "chat_template", "") for each in ("{% x %}", 5)),
+    ({"continue_final_message": True}, "continue_final_message", ""),
+    ({"tool_choice": "auto"}, "tool_choice", ""), ({"tools": [5]}, "tools", "")]
+
+
+@pytest.mark.parametrize("url, good, bad", [
+    (COMPLETION, {"prompt": "12 + 34 ="}, BAD), (CHAT, chat(), BAD_CHATS)])
+def test_bad_input_is_named(llm, url, good, bad):
+    for change, name, words in bad:
+        with pytest.raises(ValueError) as found:
+            body = read(llm, good | change, url)
+            llm.add(body.prompts, body.params)
+        message = str(found.value).encode(errors="replace").decode()
+        error = error_of(message, 400, url)["error"]
+        assert error == {"message": message, "type": "invalid_request_error", "param": name,
+                         "code": None}, change
+        assert words in message, (change, message)
+    assert not llm.active
+
+
+# ---------------------------------------------------------------------------------------- answers
+
+
+def test_a_whole_answer(llm):
+    found = answer(llm, chat(temperature=0), CHAT)
+    count = len(read(llm, chat(), CHAT).prompts[0]["prompt_token_ids"])
+    assert abs(found.pop("created") - time.time()) < 60
+    assert found == {
+        "id": "cmpl-1", "object": "chat.completion", "model": "m", "choices": [{
+            "index": 0, "message": {"role": "assistant", "content": "46", "refusal": None},
+            "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": {"prompt_tokens": count, "completion_tokens": 3, "total_tokens": count + 3}}
+    choice, = answer(llm, {"prompt": "47 + 85 =", "temperature": 0, "stop": "3"})["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (" 1", "stop", "3")
+
+
 @pytest.mark.parametrize("is_echo", [False, True])
 def test_several_prompts_in_their_order(llm, is_echo):
     prompts = ["12 + 34 =", "47 + 85 ="]
@@ -80,34 +212,76 @@ def test_several_prompts_in_their_order(llm, is_echo):
     texts = [f"{prompt if is_echo else ''}{text}" for prompt, text in zip(prompts, (" 46", " 132"))]
     assert [choice["text"] for choice in found["choices"]] == texts
     assert [choice["index"] for choice in found["choices"]] == [0, 1]
-    assert found["id"] == "cmpl-1" and found["object"] == "text_completion"
+    assert found["object"] == "text_completion"
 
 
-def test_an_echo_of_token_ids_has_their_text(llm):
-    """Half characters, too: the tokens, joined, are the text."""
+def test_structured_outputs(llm):
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}},
+              "required": ["age"], "additionalProperties": False}
+    of_schema = {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}}
+    for choice in answer(llm, chat(response_format=of_schema, n=2, seed=1), CHAT)["choices"]:
+        assert json.loads(choice["message"]["content"])["age"] <= 99
+    plain = {"response_format": {"type": "text", "json_schema": None}}
+    animals = {"structured_outputs": {"choice": ["cat", "dog"]}}
+    for more, pattern in ((animals, "cat|dog"), (plain | animals, "cat|dog"), (plain, " 46"),
+                          ({"response_format": {"type": "json_object"}}, r"\{(?s:.)*")):
+        body = {"prompt": "12 + 34 =", "temperature": 0} | more
+        assert re.fullmatch(pattern, answer(llm, body)["choices"][0]["text"])
+
+
+def test_an_echo_scores_the_prompt(llm):
+    """As the engine scores it. Joined, the tokens are the text, half characters and all."""
     tokenizer = llm.get_tokenizer()
-    for text in ("a 日本 b", "<|im_start|>a", "x"):
+    for text in ("12 + 34 = 46", "a 日本 b", "<|im_start|>a", "x"):
         ids = tokenizer.encode(text)
-        body = {"echo": True, "max_tokens": 0, "logprobs": 1}
+        scores = llm.score(ids[:1], [ids[1:]], use_tqdm=False) if ids[1:] else []
         for prompt in (text, ids):
-            choice, = answer(llm, body | {"prompt": prompt})["choices"]
-            assert choice["text"] == text and choice["finish_reason"] == "length"
-            assert choice["stop_reason"] is None
-            logprobs = choice["logprobs"]
-            assert "".join(logprobs["tokens"][1:]) in text
-            assert len({len(each) for each in logprobs.values()}) == 1
-            assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
-            json.dumps(choice, allow_nan=False)
+            for most in (0, 1):
+                # not with the stop token that the engine generates for an echo alone
+                found = answer(llm, {"prompt": prompt, "echo": True, "max_tokens": most,
+                                     "logprobs": 1, "stop_token_ids": [*range(500)]})
+                choice, = found["choices"]
+                logprobs = choice["logprobs"]
+                assert choice["text"].startswith(text)
+                assert choice["finish_reason"] == ("stop" if most else "length")
+                assert (choice["stop_reason"] is None) == (most == 0)
+                assert found["usage"]["completion_tokens"] == most
+                assert found["usage"]["prompt_tokens"] == len(ids)
+                assert {len(each) for each in logprobs.values()} == {len(ids) + most}
+                assert "".join(logprobs["tokens"][1:len(ids)]) in text
+                assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
+                for score in scores:
+                    assert logprobs["token_logprobs"][1:len(ids)] == pytest.approx(
+                        score.logprobs, abs=1e-5)
+                for value, top in [*zip(*(logprobs[name] for name in (
+                        "token_logprobs", "top_logprobs")))][1:]:
+                    assert value in top.values() and 1 <= len(top) <= 2
+                json.dumps(choice, allow_nan=False)
 
 
-def test_an_echo_alone_ends_as_if_nothing_was_generated(llm):
-    """Not with the stop token that the engine generates."""
-    body = {"prompt": "47 + 85 =", "temperature": 0, "stop_token_ids": [*range(500)]}
-    assert answer(llm, body | {"max_tokens": 1})["choices"][0]["finish_reason"] == "stop"
-    found = answer(llm, body | {"max_tokens": 0, "echo": True})
-    choice, = found["choices"]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
-    assert found["usage"]["completion_tokens"] == 0
+def test_an_echo_does_not_change_what_follows(llm):
+    body = {"prompt": "Once upon a time", "seed": 3, "max_tokens": 9, "logprobs": 2}
+    plain, = answer(llm, body)["choices"]
+    echoed, = answer(llm, body | {"echo": True})["choices"]
+    assert echoed["text"] == body["prompt"] + plain["text"]
+    assert plain["text"] == "".join(plain["logprobs"]["tokens"])
+    assert [2 <= len(top) <= 3 for top in plain["logprobs"]["top_logprobs"]] == [True] * 9
+    for name, values in plain["logprobs"].items():
+        if name != "text_offset":
+            assert echoed["logprobs"][name][-len(values):] == values
+    assert echoed["logprobs"]["text_offset"][-1] == len(
+        "".join(echoed["logprobs"]["tokens"][:-1]))
+
+
+def test_tokens_with_the_same_text_are_different_entries(llm):
+    """The likeliest one has the text as its name; the others have their number."""
+    body = {"prompt": "日", "logprobs": -1, "max_tokens": 1, "temperature": 0}
+    choice, = answer(llm, body)["choices"]
+    top, = choice["logprobs"]["top_logprobs"]
+    assert len(top) == llm.model_config.vocab_size and [*top][0] == choice["text"]
+    assert [*top.values()] == sorted(top.values(), reverse=True)
+    named = [name for name in top if name.startswith("token_id:")]
+    assert 100 < len(named) < len(top) - 100, "halves have no text"
 
 
 @pytest.mark.parametrize("entries, most, impl", [
@@ -127,37 +301,10 @@ def test_the_most_tokens_of_a_chat(bundled, tmp_path, entries, most, impl):
             assert read(llm, {"prompt": "a"} | given).params.max_tokens == 16
 
 
-def test_an_echo_does_not_change_what_follows(llm):
-    body = {"prompt": "Once upon a time", "seed": 3, "max_tokens": 9, "logprobs": 2}
-    plain, = answer(llm, body)["choices"]
-    echoed, = answer(llm, body | {"echo": True})["choices"]
-    assert echoed["text"] == body["prompt"] + plain["text"]
-    for name, values in plain["logprobs"].items():
-        count = len(values)
-        if name != "text_offset":
-            assert echoed["logprobs"][name][-count:] == values
-    assert echoed["logprobs"]["text_offset"][-1] == len(
-        "".join(echoed["logprobs"]["tokens"][:-1]))
-
-
-def test_names_of_likeliest_tokens(llm):
-    params = SamplingParams(temperature=0, logprobs=-1, max_tokens=1)
-    output, = llm.generate("日", params, use_tqdm=False)
-    found, = output.outputs[0].logprobs
-    named = by_text(found)
-    assert len(named) == len(found)
-    names = [each.decoded_token for each in sorted(found.values(), key=lambda each: each.rank)]
-    assert [*named][0] == names[0] == output.outputs[0].text
-    assert len({*names}) + sum(name.startswith("token_id:") for name in named) == len(named)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "5", "{", '{"a": NaN}', '{"a": 1e999}', "null"])
 def test_what_is_no_object(text):
     with pytest.raises(ValueError, match="JSON"):
         object_of(text.encode())
-    with pytest.raises(ValueError, match="^--options: JSON"):
-        options_of(text)
-    assert options_of('{"max_num_seqs": 4}') == {"max_num_seqs": 4}
 
 
 FALLBACK = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),

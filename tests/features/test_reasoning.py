@@ -89,7 +89,8 @@ def test_an_event_costs_what_is_new_in_it():
     reasoning = Reasoning(True)
     most = 0
     for _ in range(1000):
-        reasoning.split(0, "word </thin ", False)
+        [*reasoning.edit([{"index": 0, "logprobs": None, "finish_reason": None,
+                           "delta": {"content": "word </thin "}}])]
         most = max(most, len(reasoning.held[0]))
     assert most < 9
 

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT, check_idle, for_feature, random_prompts
 from safetensors.torch import load_file, save_file
 from pieces import KINDS, sentencepiece
@@ -108,18 +107,6 @@ def test_the_first_scored_token_needs_the_one_before(make_llm):
         assert [score.logprobs for score in found] == wanted
         computed = llm.metrics()["computed_tokens"] - before
         assert computed == sum(16 + len(end) - 1 for end in ENDS)
-
-
-def test_scores_are_those_of_transformers(make_model):
-    folder, model = make_model(num_hidden_layers=2)
-    with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=64) as llm:
-        scores = llm.score(COMMON, ENDS, use_tqdm=False)
-    for score, end in zip(scores, ENDS):
-        with torch.inference_mode():
-            logits = model(torch.tensor([COMMON + end])).logits[0].double()
-        rows = logits.log_softmax(-1)[len(COMMON) - 1:-1]
-        right = [row[token_id].item() for row, token_id in zip(rows, end)]
-        assert score.logprobs == pytest.approx(right, abs=2e-4)
 
 
 def test_a_text_of_max_model_len(make_llm):

@@ -2,22 +2,22 @@
 
 import fcntl
 import io
-import json
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 import termios
 import time
+from dataclasses import fields
 
 import pytest
 from conftest import ROOT, check_idle
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.config import EngineConfig
 from nanoengine.features import extension
-from nanoengine_extras.tools import terminal
+from nanoengine_extras.tools import ENGINE, Parser, options_of, terminal
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
 COMMAND = [sys.executable, "-m", "nanoengine", "--chat", "--temperature", "0", "--model"]
@@ -25,7 +25,8 @@ COMMAND = [sys.executable, "-m", "nanoengine", "--chat", "--temperature", "0", "
 ENDLESS = """
 import sys
 from nanoengine import LLM, SamplingParams
-from nanoengine_extras.tools import terminal
+from nanoengine.config import EngineConfig
+from nanoengine_extras.tools import ENGINE, Parser, options_of, terminal
 params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
 terminal.converse(LLM(sys.argv[1]), params)
 """
@@ -130,37 +131,6 @@ def test_ctrl_c_ends_an_answer_in_a_terminal(start, bundled):
     assert shell.wait() == 0
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_an_answer_with_pipes(bundled):
-    """And the next line is answered."""
-    with subprocess.Popen([sys.executable, "-u", "-c", ENDLESS, bundled], text=True, cwd=ROOT,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=ENVIRONMENT) as shell:
-        for _ in range(2):
-            shell.stdin.write("12 + 34\n")
-            shell.stdin.flush()
-            assert shell.stdout.read(1) == "4"
-            shell.send_signal(signal.SIGINT)
-            assert len(shell.stdout.readline()) < 1000
-        shell.stdin.write("/exit\nnot read\n")
-        shell.stdin.close()
-        assert shell.wait(60) == 0, shell.stderr.read()
-        assert shell.stdout.read() == ""
-
-
-@pytest.mark.slow
-def test_ctrl_c_between_answers_with_pipes(bundled):
-    with subprocess.Popen([*COMMAND, bundled], text=True, cwd=ROOT, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=ENVIRONMENT) as shell:
-        shell.stdin.write("12 + 34\n")
-        shell.stdin.flush()
-        assert shell.stdout.readline() == "46\n"
-        shell.send_signal(signal.SIGINT)
-        assert shell.wait(60) == 130
-        assert "Traceback" not in shell.stderr.read()
-
-
 def test_a_single_answer_that_is_interrupted(bundled, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -217,40 +187,32 @@ def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("python -m nanoengine: error: a b\n")
 
 
-@pytest.mark.needs("tools.batch", "tools.openai_format")
 @pytest.mark.parametrize("arguments, expected", [
-    (["-i", "x", "--strict"], ["-i", "x", "--strict"]),
-    (["-i", "x", "--options", "{"], ["-i", "x", "--options", "{"]),
-    (["--max-model-len", "512", "-i", "x", "--dtype=float32", "--enforce-eager"],
-     ["-i", "x", "--options", {"max_model_len": 512, "dtype": "float32", "enforce_eager": True}]),
+    (["--options", '{"seed": 1}'], {"seed": 1}),
+    (["--max-model-len", "512", "--dtype=float32", "--enforce-eager"],
+     {"max_model_len": 512, "dtype": "float32", "enforce_eager": True}),
     (["--options", '{"seed": 1, "dtype": "auto"}', "--dtype", "float32",
       "--no-enable-prefix-caching"],
-     ["--options", {"seed": 1, "dtype": "float32", "enable_prefix_caching": False}]),
+     {"seed": 1, "dtype": "float32", "enable_prefix_caching": False}),
     (["--opt", '{"seed": 1}', "--gpu-memory-utilization", ".9", "--revision", "1234567"],
-     ["--options", {"seed": 1, "gpu_memory_utilization": 0.9, "revision": "1234567"}]),
-    (["--seed", "-1", "--max-model-lens", "3"],
-     ["--max-model-lens", "3", "--options", {"seed": -1}])], ids=str)
-def test_options_of_the_engine_are_flags(arguments, expected, monkeypatch):
-    given = []
-    monkeypatch.setattr(extension("tools.batch"), "main", given.append)
-    monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", *arguments])
-    terminal.main()
-    found, = given
-    if isinstance(expected[-1], dict):
-        found[-1] = json.loads(found[-1])
-    assert found == expected
-
-
-@pytest.mark.needs("tools.batch", "tools.openai_format")
-@pytest.mark.parametrize("arguments, message", [
-    (["--options", "{", "--seed", "1"], "--options: JSON"),
+     {"seed": 1, "gpu_memory_utilization": 0.9, "revision": "1234567"}),
+    (["--seed", "-1"], {"seed": -1}),
+    *((["--options", text], "error: --options: JSON: ") for text in ("", "[]", "5", "{", "null")),
     (["--seed"], "error: argument --seed: expected one argument\n"),
+    (["--max-model-lens", "3"], "error: unrecognized arguments: --max-model-lens 3\n"),
     (["--max-model-len", "1k"], "error: argument --max-model-len: invalid int value: '1k'\n")])
-def test_options_that_are_damaged(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["nanoengine", "batch", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        terminal.main()
-    assert message in capsys.readouterr().err
+def test_options_of_the_engine_are_flags(arguments, expected, capsys):
+    """In --options they are JSON, which the flags override."""
+    parser = Parser("a tool")
+    parser.add_llm()
+    assert ENGINE.keys() == {each.name for each in fields(EngineConfig)} - {"model", "features"}
+    if isinstance(expected, dict):
+        assert options_of(parser.parse_args(["--model", "a", *arguments])) == expected
+        return
+    with pytest.raises(SystemExit, match="2"), parser.faults():
+        options_of(parser.parse_args(["--model", "a", *arguments]))
+    message, = capsys.readouterr().err.splitlines(keepends=True)
+    assert message.startswith("a tool: ") and expected in message
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Calls of tools: what is one, what stays text, and the same in whole answers and in streams."""
 
-import copy
 import json
 import random
 
@@ -10,7 +9,7 @@ from jsonschema import Draft202012Validator
 from nanoengine import LLM
 from nanoengine_extras.tools.openai_format import CHAT, Body
 from nanoengine_extras.tools import tool_calls
-from nanoengine_extras.tools.tool_calls import ToolCalls, check, find, parsed
+from nanoengine_extras.tools.tool_calls import ToolCalls, check, parsed, read
 
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 OSLO = {"name": "weather", "arguments": '{"city": "Oslo"}'}
@@ -50,13 +49,16 @@ CALLS = [
     (f"<tool_call>5</tool_call>{written(city='Oslo')}", "<tool_call>5</tool_call>", [OSLO])]
 
 
+def choice_of(text: str, index: int = 0, reason: str | None = "stop",
+              kind: str = "message") -> dict:
+    return {kind: {"content": text}, "index": index, "logprobs": None, "finish_reason": reason}
+
+
 def streamed(pieces: list[str], reason: str | None = "stop") -> tuple[str, list[dict]]:
     """The text and the calls of a stream; the last piece has the reason of the end."""
     stream = ToolCalls("1")
-    deltas = [{"delta": {"content": piece}, "index": 0, "logprobs": None,
-               "finish_reason": reason if number == len(pieces) else None}
-              for number, piece in enumerate(pieces, 1)]
-    found = [choice["delta"] for delta in deltas for choice in stream.edit([delta])]
+    found = [choice["delta"] for number, piece in enumerate(pieces, 1) for choice in stream.edit(
+        [choice_of(piece, 0, reason if number == len(pieces) else None, "delta")])]
     return ("".join(delta["content"] or "" for delta in found),
             [call["function"] for delta in found for call in delta.get("tool_calls", [])])
 
@@ -109,69 +111,47 @@ def test_an_event_costs_what_is_new_in_it(monkeypatch, text):
     assert sum(sizes) < 9 * len(text)
 
 
-def whole_of(text: str, index: int, reason: str) -> dict:
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"message": message, "index": index, "logprobs": None, "finish_reason": reason}
-
-
-def events_of(text: str, index: int, reason: str, rng: random.Random) -> list[dict]:
-    """The choices of a stream, as the server makes them: pieces of a few characters."""
-    found = []
-    place = 0
-    while place < len(text) or not found:
-        size = rng.randint(1, 9)
-        role = {} if found else {"role": "assistant"}
-        found.append({"delta": role | {"content": text[place:place + size]}, "index": index,
-                      "logprobs": None, "finish_reason": None})
-        place += size
-    if rng.random() < 0.5:
-        found.append({"delta": {"content": ""}, "index": index, "logprobs": None,
-                      "finish_reason": None})
-    found[-1]["finish_reason"] = reason
-    return found
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_stream_is_the_whole_answer(seed):
-    """In pieces, of choices that take turns."""
+    """In pieces of a few characters, of choices that take turns."""
     rng = random.Random(seed)
     texts = rng.choices([text for text, *_ in CALLS] + NO_CALLS[:8], k=3)
     reasons = rng.choices(["stop", "length"], k=3)
-    wholes = [*ToolCalls("1").edit(map(whole_of, texts, range(3), reasons))]
-    events = [events_of(*each, rng) for each in zip(texts, range(3), reasons)]
+    wholes = [*ToolCalls("1").edit(map(choice_of, texts, range(3), reasons))]
     stream = ToolCalls("1")
-    found: list[dict] = [{"content": "", "calls": [], "role": 0, "reason": None} for _ in texts]
-    while any(events):
-        event = rng.choice([each for each in events if each]).pop(0)
-        for choice in stream.edit([copy.deepcopy(event)]):
-            delta = choice["delta"]
-            part = found[choice["index"]]
-            assert part["reason"] is None, "nothing comes after the end"
-            part["content"] += delta["content"] or ""
-            part["calls"] += delta.get("tool_calls", [])
-            part["role"] += "role" in delta
-            part["reason"] = choice["finish_reason"]
+    found: list[dict] = [{"content": "", "calls": [], "reason": None} for _ in texts]
+    sent = [0] * 3
+    while not all(part["reason"] for part in found):
+        index = rng.choice([index for index, part in enumerate(found) if part["reason"] is None])
+        end = sent[index] + rng.randint(0, 9)
+        reason = reasons[index] if end > len(texts[index]) else None
+        piece = texts[index][sent[index]:end]
+        sent[index] = end
+        for choice in stream.edit([choice_of(piece, index, reason, "delta")]):
+            found[index]["content"] += choice["delta"]["content"] or ""
+            found[index]["calls"] += choice["delta"].get("tool_calls", [])
+            found[index]["reason"] = choice["finish_reason"]
     for whole, part in zip(wholes, found):
         message = whole["message"]
         assert part["content"] == (message["content"] or "")
         assert [call.pop("index") for call in part["calls"]] == [*range(len(part["calls"]))]
         assert part["calls"] == message.get("tool_calls", [])
-        assert part["role"] == 1 and part["reason"] == whole["finish_reason"]
+        assert part["reason"] == whole["finish_reason"]
         assert (message["content"] is None) == bool(part["calls"] and not part["content"])
 
 
 def test_the_reason_of_the_end():
     for reason, expected in (("stop", "tool_calls"), ("length", "length")):
-        choice, = ToolCalls("1").edit([whole_of(written(city="Rome"), 0, reason)])
+        choice, = ToolCalls("1").edit([choice_of(written(city="Rome"), 0, reason)])
         assert choice["finish_reason"] == expected
-        choice, = ToolCalls("1").edit([whole_of("46", 0, reason)])
+        choice, = ToolCalls("1").edit([choice_of("46", 0, reason)])
         assert choice["finish_reason"] == reason and "tool_calls" not in choice["message"]
 
 
 def test_each_call_has_an_id_of_its_own():
     text = written(city="Rome") * 2
-    choices = [*ToolCalls("7").edit([whole_of(text, 0, "stop"), whole_of(text, 1, "stop")])]
-    choices += ToolCalls("8").edit([whole_of(text, 0, "stop")])
+    choices = [*ToolCalls("7").edit([choice_of(text), choice_of(text, 1)])]
+    choices += ToolCalls("8").edit([choice_of(text)])
     ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
     assert len({*ids}) == 6
 
@@ -179,10 +159,8 @@ def test_each_call_has_an_id_of_its_own():
 def test_an_event_without_news_is_left_out():
     """But for one with log-probabilities."""
     stream = ToolCalls("1")
-    event = {"delta": {"content": "<tool"}, "index": 0, "logprobs": None, "finish_reason": None}
-    assert not [*stream.edit([copy.deepcopy(event)])]
-    event = {"delta": {"content": ""}, "index": 0, "logprobs": {"content": [1]},
-             "finish_reason": None}
+    assert not [*stream.edit([choice_of("<tool", reason=None, kind="delta")])]
+    event = choice_of("", reason=None, kind="delta") | {"logprobs": {"content": [1]}}
     choice, = stream.edit([event])
     assert choice["logprobs"] and choice["delta"]["content"] == ""
 
@@ -218,10 +196,10 @@ def llm(bundled):
         yield llm
 
 
-def body_of(llm: LLM, choice: object, **changes: object) -> Body:
+def body_of(llm: LLM, choice: object, finds_calls: bool = False, **changes: object) -> Body:
     body = Body(CHAT, "1")
     body.read({"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "temperature": 2,
-               "max_tokens": 400, "seed": 1, "n": 24} | changes, llm)
+               "max_tokens": 400, "seed": 1, "n": 24} | changes, llm, finds_calls)
     return body
 
 
@@ -256,22 +234,16 @@ def test_one_call_or_more(llm, parallel):
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_one_call_of_a_named_function(llm, name, parallel):
-    """OpenAI's finish_reason is then "stop"."""
+    """OpenAI's finish_reason is then "stop". The text has the form of Hermes."""
     found = answers(llm, tool(name), parallel_tool_calls=parallel)
     assert {each["finish_reason"] for each in found} == {"stop"}
     assert [call["function"]["name"] for each in found
             for call in each["message"]["tool_calls"]] == [name] * 24
-
-
-@pytest.mark.needs("sampling.structured_outputs", "tools.chat")
-@pytest.mark.parametrize("choice", ["required", tool("weather")], ids=str)
-def test_required_calls_in_the_form_of_hermes(llm, choice):
-    body = body_of(llm, choice, parallel_tool_calls=False)
+    body = body_of(llm, tool(name), n=1)
     output, = llm.generate(body.prompts, body.params, use_tqdm=False)
-    for completion in output.outputs:
-        _, call, end = completion.text.split("\n")
-        assert completion.text == f"<tool_call>\n{call}\n</tool_call>" and end == "</tool_call>"
-        assert [*json.loads(call)] == ["name", "arguments"]
+    begin, call, end = output.outputs[0].text.split("\n")
+    assert (begin, end, [*json.loads(call)]) == (
+        "<tool_call>", "</tool_call>", ["name", "arguments"])
 
 
 @pytest.mark.needs("sampling.structured_outputs", "tools.chat")
@@ -280,20 +252,19 @@ def test_a_parser_of_calls_changes_no_required_ones(llm, choice):
     """serve.py looks for calls itself, with --tool-call-parser."""
     found = []
     for finds_calls in (False, True):
-        body = body_of(llm, choice, n=1)
-        if finds_calls:
-            find(body, {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": None})
-        found += [*body.edit([whole_of(written(city="Rome"), 0, "stop")])]
+        body = body_of(llm, choice, finds_calls, n=1)
+        found += [*body.edit([choice_of(written(city="Rome"), 0, "stop")])]
     assert found[0] == found[1] and found[0]["message"]["tool_calls"]
 
 
 def test_at_most_one_call_if_they_may_not_be_parallel():
     """Of those that a model writes by itself, a client gets the first."""
     text = "I look. " + written(city="Rome") + written(city="Oslo")
-    for parallel, count in ((True, 2), (None, 2), (False, 1)):
+    for more, count in (({}, 2), ({"parallel_tool_calls": True}, 2),
+                        ({"parallel_tool_calls": False}, 1)):
         body = Body(CHAT, "1")
-        find(body, {"tools": TOOLS, "parallel_tool_calls": parallel})
-        choice, = body.edit([whole_of(text, 0, "stop")])
+        read(body, {"tools": TOOLS} | more, True)
+        choice, = body.edit([choice_of(text)])
         message = choice["message"]
         assert [call["function"] for call in message["tool_calls"]] == [ROME, OSLO][:count]
         assert message["content"] == "I look." and choice["finish_reason"] == "tool_calls"

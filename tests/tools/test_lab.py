@@ -151,18 +151,6 @@ def test_blocks_for_a_third_of_the_need(tmp_path):
         assert found["num_kv_blocks"] == max(*needs, sum(needs) // 3)
 
 
-def test_every_option_of_the_engine_is_a_flag():
-    parser = options.Parser(None)
-    args = parser.parse(["--no-enable-prefix-caching", "--max-num-seqs", "7",
-                         "--gpu-memory-utilization", "0.5", "--kv-allocation", "reserve"])
-    assert args.engine_config.enable_prefix_caching is False
-    assert args.engine_config.max_num_seqs == 7
-    assert args.engine_config.gpu_memory_utilization == 0.5
-    assert args.engine_config.kv_allocation == "reserve"
-    names = {field.name for field in dataclasses.fields(EngineConfig)} - {"trace"}
-    assert names <= vars(args).keys()
-
-
 def test_a_model_is_found_as_its_options_say(
         bundled, wide_tokenizer, tmp_path, monkeypatch):
     asked = []
@@ -195,12 +183,10 @@ def test_workloads():
     heavy = draw("--workload", "prefill-heavy", "--n-k", 0.3, "--num-seqs", 5)
     assert {len(prompt) for prompt in heavy.prompts} == {300}
     assert set(heavy.lengths) == {1000} == set(heavy.max_tokens)
-    normal = draw("--workload", "decode-heavy", "--n-k", 0.3, "--lengths", "normal",
-                  "--true-lengths", 0.5, "--min-input", 100, "--max-input", 100)
-    assert len(set(normal.max_tokens)) > 50 and 280 < sum(normal.max_tokens) / 256 < 320
-    assert len({len(prompt) for prompt in normal.prompts}) > 20
-    assert 0.4 < sum(normal.lengths) / sum(normal.max_tokens) < 0.6
-    assert all(length <= most for length, most in zip(normal.lengths, normal.max_tokens))
+    shorter = draw("--workload", "decode-heavy", "--n-k", 0.3, "--true-lengths", 0.5)
+    assert {*shorter.max_tokens} == {300} and len({*shorter.lengths}) > 50
+    assert 0.4 < sum(shorter.lengths) / sum(shorter.max_tokens) < 0.6
+    assert max(shorter.lengths) <= 300
     shared = draw("--workload", "shared-prefix", "--num-seqs", 4, "--max-input", 200)
     assert len({tuple(prompt[:200]) for prompt in shared.prompts}) == 1
     assert len({tuple(prompt) for prompt in shared.prompts}) == 4
@@ -218,21 +204,13 @@ def test_a_simulated_schedule_is_the_real_one(tmp_path):
             assert real[name][figure] == simulated[name][figure], (name, figure)
 
 
-def test_arrivals_and_rejections(tmp_path):
+def test_arrivals(tmp_path):
+    """With many requests a second, they wait longer, and the batches are larger."""
     flags = ("--workload", "decode-heavy", "--n-k", 0.2, "--rate")
-    calm, busy, refused = (
-        run(simulate, tmp_path, *flags, *more)["medians"]["nanoengine"]
-        for more in ((2.5, "--reject", "--num-seqs", 30), (250, "--num-seqs", 300),
-                     (250, "--reject", "--num-seqs", 300)))
-    assert calm["rejected_percent"] == 0 < refused["rejected_percent"] < 100
-    assert calm["first_token_ms"] < busy["first_token_ms"] > refused["first_token_ms"]
+    calm, busy = (run(simulate, tmp_path, *flags, *more)["medians"]["nanoengine"]
+                  for more in ((2.5, "--num-seqs", 30), (250, "--num-seqs", 300)))
+    assert calm["first_token_ms"] < busy["first_token_ms"]
     assert calm["output_tokens_per_second"] < busy["output_tokens_per_second"]
-
-
-def test_a_token_takes_a_few_steps_of_the_simulation(tmp_path):
-    found = run(simulate, tmp_path, *SMALL, "--min-output", 40, "--max-output", 40)["medians"]
-    for medians in found.values():
-        assert 0.9 < medians["per_token_ms"] / medians["decode_step_ms"] < 3
 
 
 def test_a_simulation_says_of_what(tmp_path, capsys):
@@ -240,9 +218,6 @@ def test_a_simulation_says_of_what(tmp_path, capsys):
     assert "Llama-3-8B in bf16 on an A100" in capsys.readouterr().out
     assert found["cost"]["step_seconds"] == pytest.approx(0.00928, rel=0.01)
     assert found["cost"]["token_seconds"] == pytest.approx(79e-6, rel=0.01)
-    found = run(simulate, tmp_path, *SMALL, "--cost", "measured", "--num-kv-blocks", 64)
-    assert "tiny-qwen3" in capsys.readouterr().out
-    assert 0 < found["cost"]["step_seconds"] + found["cost"]["token_seconds"] < 1
 
 
 # -------------------------------------------------------------------------------- pictures
@@ -268,9 +243,7 @@ def test_lanes_and_the_chrome_trace(tmp_path):
 
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
-    timeline, plot = tmp_path / "timeline.png", tmp_path / "plot.png"
-    run(compare, tmp_path, "preemption", *SMALL, "--timeline", timeline, "--plot", plot)
-    assert plot.stat().st_size > 10_000
+    run(compare, tmp_path, "preemption", *SMALL, "--timeline", tmp_path / "timeline.png")
     assert (tmp_path / "timeline-swap.png").stat().st_size > 10_000
 
 
@@ -288,17 +261,10 @@ def test_pictures_of_a_run_of_ones_own(tmp_path, bundled):
     drawing.draw_timeline(llm.trace, tmp_path / "beams.png", llm.config.block_size)
 
 
-def test_pictures_without_matplotlib_fail_before_the_run(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit):
-        compare.main(["--plot", "out.png"])
-    assert "--plot out.png needs matplotlib (pip install" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("module, flags", [
     (bench, ("--json", "missing/a.json")), (bench, ("--json", ".")), (bench, ("--json", "")),
     (simulate, ("memory", "--trace", "missing/a.json")), (film, ("memory", "-o", "missing/a.html")),
-    (compare, ("--timeline", "missing/a.png")), (limits, ("--plot", "missing/a.png")),
+    (compare, ("--timeline", "missing/a.png")),
     (limits, ("--json", "missing/a.json"))])
 def test_a_file_that_cannot_be_written_fails_before_the_run(
         tmp_path, monkeypatch, capsys, module, flags):
@@ -310,12 +276,18 @@ def test_a_file_that_cannot_be_written_fails_before_the_run(
     assert "is not accepted: it must be a file, in a folder that exists" in error
 
 
-def test_a_picture_of_no_known_kind_fails_before_the_run(capsys):
-    pytest.importorskip("matplotlib")
+@pytest.mark.parametrize("has_matplotlib, message", [
+    (False, "out.xyz needs matplotlib (pip install"), (True, "Format 'xyz' is not supported")])
+def test_a_picture_that_cannot_be_drawn_fails_before_the_run(
+        monkeypatch, capsys, has_matplotlib, message):
+    if has_matplotlib:
+        pytest.importorskip("matplotlib")
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit):
-        compare.main(["--plot", "out.xyz"])
+        compare.main(["--timeline", "out.xyz"])
     output, error = capsys.readouterr()
-    assert not output and "--plot out.xyz" in error and "Format 'xyz' is not supported" in error
+    assert not output and message in error
 
 
 def test_times_of_a_gpu_are_events():
@@ -341,7 +313,7 @@ def test_decode_steps(tmp_path, monkeypatch):
     steps, prompts = found["decode_steps"], found["prompts"]
     assert [(row["batch"], row["context"]) for row in steps] == [(1, 64), (4, 64), (1, 300)]
     assert [(row["batch"], row["context"]) for row in prompts] == [(1, 40), (1, 300)]
-    assert all(row["ms"] > row["limit_ms"] > 0 < row["products_ms"] for row in steps + prompts)
+    assert all(row["ms"] > row["limit_ms"] > 0 for row in steps + prompts)
 
 
 def test_steps_of_a_prompt():
@@ -411,8 +383,7 @@ def commands() -> list[str]:
 
 
 def without_pictures(flags: list[str]) -> list[str]:
-    names = {"--plot", "--timeline"}
-    return [flag for before, flag in zip(["", *flags], flags) if not {before, flag} & names]
+    return [flag for before, flag in zip(["", *flags], flags) if "--timeline" not in (before, flag)]
 
 
 def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):

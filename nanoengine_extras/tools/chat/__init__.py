@@ -5,8 +5,8 @@ results that a template leaves out are reported.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
@@ -17,12 +17,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from nanoengine.errors import logger, naming, rejected
 from nanoengine.llm import LLM
 from nanoengine.requests import InputProcessor, Params, RequestOutput
-from nanoengine_extras.tools.chat.templates import (
-    form_of_arguments,
-    knows,
-    missing_content,
-    takes_parts,
-)
+from nanoengine_extras.tools.chat.templates import form_of_calls, is_lost, takes
 
 
 def chat(llm: LLM, messages: list[Any], sampling_params: Params = None, use_tqdm: Any = True, *,
@@ -59,7 +54,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     chat_template_kwargs: other template variables: {"enable_thinking": False} for Qwen3; they
         override the arguments above, as in vLLM.
     chat_template_content_format: "string" gives the content of a message to the template as one
-        string, "openai" as a list of text parts. "auto" looks at the template: one that loops over
+        string, "openai" as a list of text parts. "auto" tries the template: one that loops over
         the parts gets a list, any other gets a string.
 
     Raises ValueError if there is no template.
@@ -98,17 +93,14 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
                                 for tool in options["tools"]]
     with naming("messages"):
         variables = tokenizer.special_tokens_map | options
-        is_openai = chat_template_content_format == "openai"
-        is_auto = chat_template_content_format == "auto"
-        keeps_lists = is_openai or (is_auto and takes_parts(template))
-        chats = [[prepared(each, template, keeps_lists) for each in chat] for chat in chats]
-        for each in chats if keeps_lists else ():
-            make_lists(each, template, variables, every=is_openai)
+        chats = [[prepared(each, template, chat_template_content_format) for each in chat]
+                 for chat in chats]
         # `apply_chat_template` would leave out a content of None
         texts = render_jinja_template(chats, chat_template=template, **variables)[0]
-        show = _compile_jinja_template(template).render
-        for chat, text in zip(chats, texts):
-            report_lost(chat, text, lambda marked: show(messages=marked, **variables))
+        lost = [each for chat in chats for message in chat for each in left_out(message, template)]
+        for each in dict.fromkeys(lost):
+            logger.warning(f"{each} are dropped: the chat template does not write any, so the "
+                           "model does not see them")
         # The template has written the special tokens.
         ids = encoder(texts, add_special_tokens=False, verbose=False).input_ids
     return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in zip(texts, ids)]
@@ -137,13 +129,11 @@ def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
 # ------------------------------------------------------------------------------------- messages
 
 
-def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[str, Any]:
+def prepared(message: dict[str, Any], template: str, content_format: str) -> dict[str, Any]:
     """Returns a message of OpenAI's format as its template expects it.
 
-    Fields that are None are left out, as in transformers, except the content: see
-    `missing_content`.
-
-    keeps_lists: a list of text parts stays a list; otherwise, they are joined by newlines.
+    Fields that are None are left out, as in transformers, except the content of a message that has
+    only calls: see `form_of_calls`.
     """
     content = message.get("content")
     calls = message.get("tool_calls")
@@ -154,65 +144,34 @@ def prepared(message: dict[str, Any], template: str, keeps_lists: bool) -> dict[
         texts = [part if isinstance(part, str) else part["text"] for part in parts]
         joined = "\n".join(texts)
     found = {name: value for name, value in message.items() if value is not None}
-    if message["role"] == "developer" and not knows(template, "developer"):
+    if message["role"] == "developer" and not re.search("[\"']developer[\"']", template):
         # most templates leave out roles that they do not know
         found["role"] = "system"
     if "reasoning" in found:
         # vLLM's name in answers; templates have the other one
         found.setdefault("reasoning_content", found["reasoning"])
-    found["content"] = joined
-    if keeps_lists and isinstance(content, list):
-        found["content"] = parts_of(texts)
+    as_text, as_parts = takes(template, found["role"])
+    is_list = as_parts and (isinstance(content, list) or not as_text)
+    is_list = {"auto": is_list, "openai": True, "string": False}[content_format]
+    found["content"] = parts_of(texts if joined else []) if is_list else joined
+    form, missing, _ = form_of_calls(template)
     if content is None and (calls or message.get("function_call")):
         del found["content"]
-        found |= missing_content(template)
+        found |= missing
     found.pop("tool_calls", None)
     if calls:
-        form = form_of_arguments(template)
         with naming(rejected("tool_calls", calls, "a list of OpenAI's tool calls")):
             found["tool_calls"] = [with_arguments(call, form) for call in calls]
     return found
 
 
-class Asked(str):
-    """A string that records whether a template loops over its parts."""
-
-    is_asked = False
-
-    def __iter__(self) -> Any:
-        self.is_asked = True
-        return iter(parts_of([self] if self else []))
-
-    def __getitem__(self, key: Any) -> Any:
-        # a template can loop over a slice
-        return self if isinstance(key, slice) else [*self][key]
-
-
 def parts_of(texts: list[str]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": str(text)} for text in texts]
-
-
-def make_lists(chat: list[dict[str, Any]], template: str, variables: dict[str, Any],
-               every: bool) -> None:
-    """Turns contents that are strings into lists of parts: those that the template loops over, or
-    every one.
-
-    A template can loop in one place, and print the content of a message in another. So only
-    rendering shows what it does with each message.
-    """
-    asked = [message | {"content": Asked(message["content"])}
-             if isinstance(message.get("content"), str) else message for message in chat]
-    if not every:
-        _compile_jinja_template(template).render(messages=asked, **variables)
-    for message, seen in zip(chat, asked):
-        text = seen.get("content")
-        if isinstance(text, Asked) and (every or text.is_asked):
-            message["content"] = [*text]
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
     """Returns a tool call with its arguments, an object or its JSON, in one of the forms of
-    `form_of_arguments`. Missing arguments become an empty object."""
+    `form_of_calls`. Missing arguments become an empty object."""
     if "function" in call:
         return call | {"function": with_arguments(call["function"], form)}
     given = call.get("arguments") or {}
@@ -224,50 +183,11 @@ def with_arguments(call: dict[str, Any], form: str) -> dict[str, Any]:
     return call | {"arguments": found if form == "object" else given}
 
 
-def report_lost(chat: list[dict[str, Any]], text: str,
-                show: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Warns of instructions, tool calls and results that a template leaves out of a prompt.
-
-    A template can change a text before it writes it, and a function's name is also in the list of
-    tools. So the template writes the messages once more, with marks in place of what is looked for.
-
-    chat: the messages. text: their prompt. show: turns messages into a prompt.
-    """
-    marks: dict[str, str] = {}
-
-    def mark(what: str) -> str:
-        name = f"mark{len(marks)}of{id(marks)}"
-        marks[name] = what
-        return name
-
-    def marked(call: Any) -> Any:
-        if isinstance(call, dict) and "function" in call:
-            return call | {"function": marked(call["function"])}
-        name = mark("tool calls")
-        # some templates write the arguments alone
-        is_text = isinstance(call.get("arguments"), str)
-        arguments = {name: name}
-        return call | {"name": name, "arguments": json.dumps(arguments) if is_text else arguments}
-
-    copies = []
-    for message in chat:
-        copy = dict(message)
-        content: Any = message.get("content") or ""
-        is_list = isinstance(content, list)
-        texts = [part["text"] for part in content] if is_list else [content]
-        is_shown = all(each.strip() in text for each in texts)
-        if message["role"] not in ("user", "assistant") and not is_shown:
-            name = mark(f"messages of {message['role']!r}")
-            copy["content"] = parts_of([name]) if is_list else name
-        if message.get("tool_calls"):
-            copy["tool_calls"] = [*map(marked, message["tool_calls"])]
-        if isinstance(message.get("function_call"), dict):
-            copy["function_call"] = marked(message["function_call"])
-        copies.append(copy)
-    # an error: the template checks what is marked, so it is not left out
-    with suppress(Exception):
-        # in any case of letters
-        written = show(copies).lower() if marks else ""
-        for what in dict.fromkeys(what for name, what in marks.items() if name not in written):
-            logger.warning(f"{what} are dropped: the chat template does not write any, so the "
-                           "model does not see them")
+def left_out(message: dict[str, Any], template: str) -> Iterator[str]:
+    """Yields what a template writes of no message: calls, instructions, or results of tools."""
+    if {"tool_calls", "function_call"} & message.keys() and form_of_calls(template)[2]:
+        yield "tool calls"
+    role = message["role"]
+    if role not in ("user", "assistant") and message.get("content"):
+        if is_lost(*takes(template, role)):
+            yield f"messages of {role!r}"

@@ -1,8 +1,7 @@
-r"""Compares the variants of a policy on one workload, in turn, with the model loaded once.
+"""Compares the variants of a policy on one workload, in turn, with the model loaded once.
 
     python -m nanoengine_extras.tools.lab.compare batching
-    python -m nanoengine_extras.tools.lab.compare memory --true-lengths 0.5 --plot \
-        chart.png --timeline steps.png
+    python -m nanoengine_extras.tools.lab.compare memory --true-lengths 0.5 --timeline steps.png
     # no comparison: the engine as its options say
     python -m nanoengine_extras.tools.lab.compare --trace steps.json
 
@@ -18,7 +17,6 @@ prefill step computes a prompt or a part of one, a decode step none.
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +26,9 @@ from nanoengine.engine import Engine
 from nanoengine.policies import VICTIMS
 from nanoengine_extras.running.metrics import metrics_of
 from nanoengine_extras.running.policies import MORE_VICTIMS, overtaking
-from .drawing import draw_comparison, draw_timeline, write_perfetto
+from .drawing import draw_timeline, write_perfetto
 from .figures import Figures, Runs, figures_of, report
-from .options import Parser, Workload, command, new_engine
+from .options import Parser, Workload, command, new_engine, new_file, picture
 
 Options = dict[str, Any]  # options of the engine, or of the sampling
 COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name
@@ -54,9 +52,8 @@ def comparison_parser(description: str | None, workload: str, repeat: int) -> Pa
     parser = Parser(description, workload)
     parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="none")
     parser.add_argument("--repeat", type=int, default=repeat, help="runs of each variant")
-    parser.add_argument("--plot", type=Path, help="a chart of the variants")
-    parser.add_argument("--timeline", type=Path, help="the steps of each: NAME-swap.png")
-    parser.add_argument("--trace", type=Path, help="the same for ui.perfetto.dev: NAME-swap.json")
+    parser.add_argument("--timeline", type=picture, help="the steps of each: NAME-swap.png")
+    parser.add_argument("--trace", type=new_file, help="the same for ui.perfetto.dev")
     return parser
 
 
@@ -68,16 +65,19 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
         for name, changes in variants.items():
             engine, figures = run(changes)
             runs[name].append(figures)
-            ending = f"-{name}" if len(variants) > 1 else ""
-            trace = metrics_of(engine).trace
-            if args.timeline and number == 0:
-                path = args.timeline.with_stem(args.timeline.stem + ending)
-                draw_timeline(trace, path, engine.config.block_size)
-            if args.trace and number == 0:
-                write_perfetto(trace, args.trace.with_stem(args.trace.stem + ending))
-    if args.plot:
-        draw_comparison(runs, args.plot)
+            if number == 0:
+                draw(args, engine, f"-{name}" if len(variants) > 1 else "")
     return runs
+
+
+def draw(args: Any, engine: Engine, ending: str) -> None:
+    """Draws the steps of a run, in the files that the flags name, with this ending."""
+    trace = metrics_of(engine).trace
+    if args.timeline:
+        path = args.timeline.with_stem(args.timeline.stem + ending)
+        draw_timeline(trace, path, engine.config.block_size)
+    if args.trace:
+        write_perfetto(trace, args.trace.with_stem(args.trace.stem + ending))
 
 
 def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf")) -> None:

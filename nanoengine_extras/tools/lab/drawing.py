@@ -1,4 +1,4 @@
-"""Pictures of a trace, and of the figures of several runs, drawn with matplotlib.
+"""Pictures of a trace: one drawn with matplotlib, and one for Perfetto.
 
 A trace is what `LLM(model, trace=True)` keeps, so a run of your own can be drawn too:
 
@@ -17,14 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from .figures import Runs, Step, blocks_of, phase_of, spans
+from .figures import Step, blocks_of, phase_of, spans
 
 STATES = {"waiting": "#d9d9d9", "prefill": "#3b6fb6", "decode": "#74b66b", "paused": "#d5ecd0",
           "preempted": "#e8853a", "swapped": "#8e63a8"}
 BLOCKS = {"used": "#3b6fb6", "held, but empty": "#b6453b", "free, cached": "#a8c6ea",
           "free, blank": "#f2f2f2"}
-CHARTS = ("output_tokens_per_second", "mean_batch", "first_token_ms", "per_token_ms",
-          "num_preemptions", "kv_waste_percent")
 
 
 def lanes(trace: list[Step]) -> dict[str, list[tuple[float, float, str]]]:
@@ -104,36 +102,3 @@ def write_perfetto(trace: list[Step], path: str | Path) -> None:
         blocks = {name: record.metrics[f"num_blocks_{name}"] for name in ("used", "cached", "free")}
         add("C", 2, 0, "KV blocks", end, args=blocks)
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def draw_comparison(runs: Runs, path: Path) -> None:
-    """Draws six small charts with a bar for each variant: its median, and its spread as a line."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(13, 5.6), layout="constrained")
-    for axis, name in zip(figure.subplots(2, 3).flat, CHARTS):
-        values = [[run[name] for run in found] for found in runs.values()]
-        low, middle, high = np.percentile(values, [0, 50, 100], axis=1)
-        bars = axis.bar(list(runs), middle, yerr=[middle - low, high - middle], color="#3b6fb6")
-        axis.bar_label(bars, fmt="{:,.1f}", padding=2)
-        axis.set(title=name.replace("_", " "), ylim=(0, 1.15 * max(high) or 1))
-        axis.tick_params(axis="x", rotation=20 if len(runs) > 3 else 0)
-    figure.savefig(path, dpi=110)
-
-
-def draw_grid(steps: list[dict[str, float]], prompts: list[dict[str, float]], path: Path) -> None:
-    """Draws the time of a decode step over its batch, a line for each context, and the time of a
-    prompt over its length. Limits are dashed."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    lines = [(left, "batch", [step for step in steps if step["context"] == context], context)
-             for context in dict.fromkeys(step["context"] for step in steps)]
-    for axis, name, found, label in [*lines, (right, "context", prompts, None)]:
-        sizes, times, limits = np.array(
-            [(step[name], step["ms"], step["limit_ms"]) for step in found]).reshape(-1, 3).T
-        line, = axis.loglog(sizes, times, "o-", label=label)
-        axis.loglog(sizes, limits, "--", color=line.get_color())
-    left.set(xlabel="sequences", ylabel="ms of a decode step; dashed: its limit")
-    left.legend(title="tokens of context")
-    right.set(xlabel="tokens of a prompt", ylabel="ms of the prompt; dashed: its limit")
-    figure.savefig(path, dpi=110)

@@ -18,7 +18,7 @@ from typing import Any
 from nanoengine.engine import Engine
 from nanoengine.sequence import Batch
 from .compare import COMPARISONS
-from .options import Parser, Workload, command
+from .options import Parser, Workload, command, new_file
 from .simulate import Cost, SimulatedRunner
 
 OPTIONS = {"scheduling": "mixed", "block_size": 4, "num_kv_blocks": 20, "max_num_seqs": 6,
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("comparison", choices=[*COMPARISONS][:-4])
     parser.add_argument("--gap", type=float, default=2, help="steps between two requests")
     parser.add_argument("--n", type=int, default=2, help="completions of the second request")
-    parser.add_argument("-o", "--output", type=Path, default="film.html")
+    parser.add_argument("-o", "--output", type=new_file, default="film.html")
     args = parser.parse(argv, device="cpu", **OPTIONS)
     if args.engine_config.speculation != "none" or args.json:
         parser.error("a film has no tokens to guess, and no results for --json")

@@ -1,26 +1,23 @@
-r"""The times of decode steps and prompts, compared with the limit of the device.
+"""The times of decode steps and prompts, compared with the limit of the device.
 
-    python -m nanoengine_extras.tools.lab.limits --config qwen3-0.6b --plot limits.png
-    python -m nanoengine_extras.tools.lab.limits --config qwen3-0.6b --batches 1 32 \
-        --contexts 256 --prompts 1024
+    python -m nanoengine_extras.tools.lab.limits --config qwen3-0.6b
+    python -m nanoengine_extras.tools.lab.limits --batches 1 32 --contexts 256
 
 limit: reading weights, K and V once at the bandwidth of a sum, which only reads, or computing at
-    the rate of a large matrix product, whichever takes longer. products: the matrix products of the
-    step alone. The times and limits of the several steps of a long prompt are added up. Cases that
-    do not fit the KV cache are left out; --num-kv-blocks makes it larger.
+    the rate of a large matrix product, whichever takes longer. The times and limits of the
+    several steps of a long prompt are added up. Cases that do not fit the KV cache are left out;
+    --num-kv-blocks makes it larger.
 """
 
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.sequence import Batch, Row, Sequence
-from .drawing import draw_grid
 from .figures import in_short, write_json
 from .options import Parser, command
 
@@ -53,16 +50,13 @@ def matrix_rate(device: str, dtype: torch.dtype) -> float:
     return 2 * side**3 / seconds_of(lambda: left @ right)
 
 
-def linears_of(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-
-
 def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
     """Returns the seconds of an ideal step: it reads weights, K and V once, or it computes,
     whichever takes longer."""
     runner = llm.engine.runner
     config = llm.model_config
-    num_weights = sum(each.in_features * each.out_features for each in linears_of(runner.model))
+    linears = [each for each in runner.model.modules() if isinstance(each, torch.nn.Linear)]
+    num_weights = sum(each.in_features * each.out_features for each in linears)
     in_head = config.vocab_size * config.hidden_size
     num_tokens = sum(batch.num_tokens)
     num_scores = sum(count * start + count * (count + 1) // 2
@@ -72,20 +66,9 @@ def step_limit(llm: LLM, batch: Batch, bandwidth: float) -> float:
     products += 2 * queries * num_scores
     num_bytes = (sum(batch.starts) + num_tokens) / llm.config.block_size * runner.block_bytes
     # quantized weights are buffers
-    num_bytes += sum(each.nbytes for linear in linears_of(runner.model)
+    num_bytes += sum(each.nbytes for linear in linears
                      for each in [*linear.parameters(), *linear.buffers()])
     return max(num_bytes / bandwidth, 2 * products / matrix_rate(llm.config.device, runner.dtype))
-
-
-@torch.inference_mode()
-def time_products(model: torch.nn.Module, batch: Batch) -> float:
-    """Returns the seconds of a step's matrix products only."""
-    inputs = []
-    for linear in linears_of(model):
-        rows = len(batch.sampled) if linear is model.lm_head else sum(batch.num_tokens)
-        inputs.append((linear, torch.randn(rows, linear.in_features).to(next(model.parameters()))))
-    # results are dropped: for long prompts they would need much new memory
-    return seconds_of(lambda: max(len(linear(rows)) for linear, rows in inputs if len(rows)), 5)
 
 
 def steps_between(num_seqs: int, computed: int, length: int, config: EngineConfig) -> list[Batch]:
@@ -109,7 +92,7 @@ def steps_between(num_seqs: int, computed: int, length: int, config: EngineConfi
 
 
 def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, float]]:
-    """Returns times, products' times and limits of the steps that fit the cache.
+    """Returns times and limits of the steps that fit the cache.
 
     kinds: (number of sequences, tokens before, tokens after)
     """
@@ -120,13 +103,12 @@ def time_steps(llm: LLM, kinds: list[tuple[int, int, int]]) -> list[dict[str, fl
     for num_seqs, computed, length in kinds:
         num_blocks = num_seqs * -(-length // llm.config.block_size)
         if num_blocks <= runner.num_kv_blocks and length <= runner.max_model_len:
-            batches = steps_between(num_seqs, computed, length, llm.config)
-            times = zip(*((seconds_of(lambda: runner.launch(batch).wait(), 5),  # noqa: B023
-                           time_products(runner.model, batch), step_limit(llm, batch, bandwidth))
-                          for batch in batches))
-            values = (num_seqs, length, *(1000 * sum(each) for each in times))
-            found.append(dict(zip(("batch", "context", "ms", "products_ms", "limit_ms"), values)))
-            print(", ".join(f"{k} {in_short([v])}" for k, v in found[-1].items()), flush=True)
+            row = {"batch": num_seqs, "context": length, "ms": 0.0, "limit_ms": 0.0}
+            for batch in steps_between(num_seqs, computed, length, llm.config):
+                row["ms"] += 1000 * seconds_of(lambda: runner.launch(batch).wait(), 5)  # noqa: B023
+                row["limit_ms"] += 1000 * step_limit(llm, batch, bandwidth)
+            found.append(row)
+            print(", ".join(f"{k} {in_short([v])}" for k, v in row.items()), flush=True)
     return found
 
 
@@ -136,7 +118,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[2**n for n in range(9)])
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 8192])
     parser.add_argument("--prompts", type=int, nargs="+", default=[2**n for n in range(7, 14)])
-    parser.add_argument("--plot", type=Path, help="a picture: a line for each context")
     args = parser.parse(argv)
     if min(*args.batches, *args.contexts, *args.prompts) < 1:
         raise ValueError("--batches, --contexts and --prompts must be at least 1")
@@ -144,8 +125,6 @@ def main(argv: list[str]) -> None:
     with LLM(**vars(args.engine_config) | {"max_num_seqs": max(args.batches)}) as llm:
         steps = time_steps(llm, decodes)
         whole = time_steps(llm, [(1, 0, length) for length in args.prompts])
-    if args.plot:
-        draw_grid(steps, whole, args.plot)
     write_json(args, decode_steps=steps, prompts=whole)
 
 

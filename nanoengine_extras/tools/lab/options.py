@@ -9,25 +9,24 @@ import io
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_engine
-from nanoengine.errors import naming, rejected
+from nanoengine.errors import naming
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor
 from nanoengine_extras import ALWAYS
+from nanoengine_extras.tools import ENGINE, Parser as BaseParser, new_file, options_in
 
 ROOT = Path(__file__).resolve().parents[3]
 # models without weights
 SHAPES = {file.parent.name: file.parent for file in (ROOT / "models").glob("*/config.json")
           if not (file.parent / "model.safetensors").exists()}
-ENGINE_OPTIONS = [field.name for field in dataclasses.fields(EngineConfig)
-                  if field.name not in ("model", "trace")]
 SIZES = {"num_seqs": int, "min_input": int, "max_input": int, "min_output": int,
          "max_output": int, "prefix_length": int, "temperature": float}
 WORKLOADS = {
@@ -66,52 +65,33 @@ class Workload:
             raise SystemExit(f"only {sum(generated)} tokens were generated: raise --max-model-len?")
 
 
-class Parser(argparse.ArgumentParser):
-    """Parses flags. Reports a mistake in one line; argparse would list all flags first."""
+class Parser(BaseParser):
+    """Parses the flags for a model, the options of its engine, and a workload."""
 
     def __init__(self, description: str | None, workload: str | None = None) -> None:
         super().__init__(usage="%(prog)s [FLAGS]", description=description,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.add_argument("--json", type=Path, help="a file for the results of all runs")
+        self.add_argument("--json", type=new_file, help="a file for the results of all runs")
         bundled = ROOT / "models/tiny-qwen3"
         model = self.add_mutually_exclusive_group(required=not bundled.exists())
         model.add_argument("--model", default=bundled, help="a folder or an id")
         model.add_argument("--config", choices=SHAPES, help="a shape with random weights")
-        self.add_fields("options of the engine, see docs/reference.md", ENGINE_OPTIONS)
+        # in the lab, --trace is a file
+        self.add_fields("options of the engine, see docs/reference.md",
+                        {name: kind for name, kind in ENGINE.items() if name != "trace"})
         if workload:
             self.add_argument("--workload", default=workload, choices=WORKLOADS)
             self.add_argument("--prompts", type=Path, help="a file: a text or JSON in each line")
-            self.add_argument("--lengths", default="uniform", choices=("uniform", "normal"))
             self.add_argument("--n-k", type=float, default=1, help="factor of heavy workloads")
             self.add_fields("sizes, instead of those of the workload", SIZES)
             self.add_argument("--true-lengths", type=float, default=1.0, help="share of max_tokens")
 
-    def add_fields(self, title: str, names: Iterable[str]) -> None:
-        """Adds a flag for each name: with a value, or --x and --no-x if it is a bool."""
-        group = self.add_argument_group(title)
-        kinds = get_type_hints(EngineConfig) | SIZES
-        for name in names:
-            # int for `int | None`, for example
-            kind = next((each for each in (bool, float, int)
-                         if each in (kinds[name], *get_args(kinds[name]))), str)
-            kw: Any = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            group.add_argument("--" + name.replace("_", "-"), **kw)
-
     def parse(self, argv: list[str], **defaults: Any) -> argparse.Namespace:
         """Returns the flags, `args.engine_config` (the given options, then `defaults`), and
-        `args.vocab_size`. Raises ValueError for bad ones: a file that cannot be written fails
-        before a long run, not after it."""
+        `args.vocab_size`. Raises ValueError for bad ones."""
         args = self.parse_args(argv)
-        for name in ("json", "output", "plot", "timeline", "trace"):
-            path = vars(args).get(name)
-            if path and (path.is_dir() or not path.parent.is_dir()):
-                raise rejected(f"--{name}", str(path), "a file, in a folder that exists")
-            if path and name in ("plot", "timeline"):
-                with naming(f'--{name} {path} needs matplotlib (pip install ".[bench]")'):
-                    from matplotlib.figure import Figure
-                    Figure().savefig(io.BytesIO(), format=path.suffix[1:] or None)
-        args.given = {name: value for name, value in vars(args).items()
-                      if name in ENGINE_OPTIONS and value is not None}
+        args.given = options_in(args)
+        args.given.pop("trace", None)
         if args.config:
             args.model = SHAPES[args.config]
             args.given["load_format"] = "dummy"
@@ -151,17 +131,24 @@ class Parser(argparse.ArgumentParser):
         lengths = [max(1, round(most * rng.uniform(low, high))) for most in max_tokens]
         return Workload(prompts, max_tokens, lengths, args.temperature)
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+def picture(text: str) -> Path:
+    """Returns the path of a picture. Raises ArgumentTypeError if matplotlib cannot write it."""
+    path = new_file(text)
+    try:
+        from matplotlib.figure import Figure
+        Figure().savefig(io.BytesIO(), format=path.suffix[1:] or None)
+    except (ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f'{path} needs matplotlib (pip install ".[bench]"): {error}') from error
+    return path
 
 
 def command(main: Callable[[list[str]], None]) -> Callable[..., None]:
     """Decorates the `main` of a command: a ValueError ends it in one line, as a wrong flag does."""
     def run(argv: list[str] | None = None) -> None:
-        try:
+        with BaseParser().faults():
             main(sys.argv[1:] if argv is None else argv)
-        except (ValueError, ArithmeticError) as error:
-            Parser(None).error(" ".join(str(error).split()))
     return run
 
 
@@ -170,15 +157,10 @@ def draw_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def draw_length(rng: random.Random, args: argparse.Namespace, kind: str) -> int:
-    """Draws a length between two others, or normally distributed around their middle.
-
-    kind: "input" or "output"
-    """
+    """Draws a length between two others. kind: "input" or "output" """
     low, high = (vars(args)[f"{bound}_{kind}"] for bound in ("min", "max"))
     if not 1 <= low <= high:
         raise ValueError(f"--min-{kind} must be from 1 to --max-{kind}")
-    if args.lengths == "normal":
-        return max(1, round(rng.gauss((low + high) / 2, (low + high) / 20)))
     return rng.randint(low, high) if low < high else low
 
 

@@ -1,11 +1,10 @@
 """Simulates a comparison: the real engine over a runner that computes nothing.
 
     python -m nanoengine_extras.tools.lab.simulate memory --workload decode-heavy --n-k 4
-    python -m nanoengine_extras.tools.lab.simulate memory --rate 6 --reject --num-seqs 2000
-    python -m nanoengine_extras.tools.lab.simulate batching --cost measured
+    python -m nanoengine_extras.tools.lab.simulate memory --rate 6 --num-seqs 2000
 
 A step only advances a clock: by a constant, plus a time for each token and for each byte of K and V
-that is read. The constants are those of Llama-3-8B on an A100, or measured on this machine.
+that is read. The constants are those of Llama-3-8B on an A100.
 """
 
 import time
@@ -17,15 +16,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from nanoengine import LLM
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_engine
 from nanoengine.observers import Features
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 from nanoengine_extras.running.metrics import Metrics, RequestMetrics, StepRecord, metrics_of
-from .compare import Options, compare, comparison_parser, run_until, run_variant
-from .figures import Figures, figures_of, report, spans
+from .compare import Options, compare, comparison_parser, run_until
+from .figures import Figures, figures_of, report
 from .options import Workload, command
 
 
@@ -45,25 +43,6 @@ class Cost:
     swapped_byte_seconds: float = 1 / 25e9
     kv_bytes: int = 2**17  # of a token
     num_slots: int = int((0.9 * 80e9 - 16.1e9 - 2e9) / 2**17)  # tokens that fit
-
-
-def measured_cost(config: EngineConfig, workload: Workload) -> Cost:
-    """Returns a model's constants on this machine: least squares over steps of a short run."""
-    prompts = [prompt[:10 + 3 * number] for number, prompt in enumerate(workload.prompts[:64])]
-    lengths = [10 + number % 30 for number in range(len(prompts))]
-    short = Workload(prompts, lengths, lengths, workload.temperature)
-    with LLM(**vars(config) | {"enable_prefix_caching": False, "trace": True}) as llm:
-        for _ in range(2):  # the first run is a warm-up
-            engine, _ = run_variant(llm, short, {})
-    starts, tokens, seconds = np.array([
-        (sum(step.batch.starts), sum(step.batch.num_tokens), end - start)
-        for start, end, step in spans(metrics_of(engine).trace)]).T
-    causes = np.stack([np.ones_like(tokens), tokens, starts + tokens], axis=1)
-    per_step, per_token, per_key = np.linalg.lstsq(causes, seconds)[0].clip(0).tolist()
-    kv_bytes = metrics_of(engine).block_bytes // config.block_size
-    num_slots = engine.scheduler.block_manager.num_blocks * config.block_size
-    return Cost(f"{config.model}, measured on this machine", per_step, per_token,
-                per_key / kv_bytes, 1 / 5e9, kv_bytes, num_slots)
 
 
 class SimulatedRunner:
@@ -121,33 +100,18 @@ class SimulatedRunner:
         run_until(self.engine, lengths)
 
 
-def can_start(engine: Engine) -> bool:
-    """Whether there are places and blocks for all waiting requests."""
-    scheduler = engine.scheduler
-    manager = scheduler.block_manager
-    num_seqs = len(scheduler.running) + len(scheduler.waiting)
-    num_blocks = sum(map(manager.num_blocks_to_hold, scheduler.waiting))
-    return num_seqs <= engine.config.max_num_seqs and num_blocks <= manager.num_free_blocks
-
-
-def simulate(args: Any, workload: Workload, cost: Cost,
-             changes: Options) -> tuple[Engine, Figures]:
+def simulate(args: Any, workload: Workload, changes: Options) -> tuple[Engine, Figures]:
     """Runs a variant once. --rate requests arrive each second (Poisson), or all at once."""
     started = time.perf_counter()
-    runner = SimulatedRunner(cost, replace(args.engine_config, **changes), workload)
+    runner = SimulatedRunner(Cost(), replace(args.engine_config, **changes), workload)
     engine = runner.engine
     gap = 1 / args.rate if args.rate else 0.0
     times = np.random.default_rng(abs(engine.config.seed)).exponential(gap, len(workload.prompts))
-    seqs = []
-    for seq in runner.arrivals(workload, times.cumsum().tolist()):
-        seqs.append(seq)
-        if args.reject and not can_start(engine):
-            engine.finish(seq, "abort")
-    accepted = [replace(seq.kept["metrics"],
-                        num_decoded_tokens=seq.num_tokens - seq.num_prompt_tokens - 1)
-                for seq in seqs if seq.finish_reason != "abort"]
-    figures = figures_of(engine, runner.now, accepted)
-    figures["rejected_percent"] = 100 * (1 - len(accepted) / len(seqs))
+    seqs = [*runner.arrivals(workload, times.cumsum().tolist())]
+    metrics = [replace(seq.kept["metrics"],
+                       num_decoded_tokens=seq.num_tokens - seq.num_prompt_tokens - 1)
+               for seq in seqs]
+    figures = figures_of(engine, runner.now, metrics)
     figures["real_us_per_step"] = 1e6 * (time.perf_counter() - started) / figures["num_steps"]
     return engine, figures
 
@@ -155,19 +119,16 @@ def simulate(args: Any, workload: Workload, cost: Cost,
 @command
 def main(argv: list[str]) -> None:
     parser = comparison_parser(__doc__, workload="uniform", repeat=1)
-    parser.add_argument("--cost", default="a100", choices=("a100", "measured"))
     parser.add_argument("--rate", type=float, help="requests a second; default: all at once")
-    parser.add_argument("--reject", action="store_true", help="requests that can't start at once")
     args = parser.parse(argv, device="cpu", block_size=16, max_num_batched_tokens=16384)
     if args.comparison in ("sampling", "speculation") or args.engine_config.speculation != "none":
         parser.error("a simulation has no tokens to sample or to guess")
     workload = parser.draw(args)
     is_drawn = bool(args.timeline or args.trace)  # otherwise a sample of the steps is enough
     args.engine_config = replace(args.engine_config, run_ahead=False, trace=is_drawn)
-    cost = Cost() if args.cost == "a100" else measured_cost(args.engine_config, workload)
-    print(f"simulated: {cost}", workload, sep="\n", flush=True)
-    runs = compare(args, lambda changes: simulate(args, workload, cost, changes))
-    report(args, runs, workload=str(workload), cost=vars(cost))
+    print(f"simulated: {Cost()}", workload, sep="\n", flush=True)
+    runs = compare(args, lambda changes: simulate(args, workload, changes))
+    report(args, runs, workload=str(workload), cost=vars(Cost()))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class Body:
     echoes: the answer begins with the prompt. is_echo: it is the prompt alone.
     tokenizer: for the text of an echo, and the bytes of tokens.
     reasoning: finds thoughts in the choices, and calls the calls of tools.
+    last: the newest output of each prompt. sent: how much of each choice the client was sent:
+        characters, tokens, its finish_reason, and the length of its tokens' texts.
     """
 
     url: str
@@ -65,13 +67,18 @@ class Body:
     tokenizer: Any = None
     reasoning: Any = None
     calls: Callable[[Iterable[dict[str, Any]]], Iterable[dict[str, Any]]] = iter
+    last: dict[int, Any] = field(default_factory=dict)
+    sent: dict[int, tuple[int, int, str | None, int]] = field(default_factory=dict)
 
     num_completions = property(lambda self: len(self.prompts) * self.params.n)
 
     # ----------------------------------------------------------------------------- reading
 
-    def read(self, body: dict[str, Any], llm: LLM) -> None:
-        """Reads a body. Raises ValueError, whose message begins with the name of a parameter."""
+    def read(self, body: dict[str, Any], llm: LLM, finds_calls: bool = False) -> None:
+        """Reads a body. Raises ValueError, whose message begins with the name of a parameter.
+
+        finds_calls: whether to look for tool calls that a model writes by itself.
+        """
         # null means the default
         body = {name: value for name, value in body.items() if value is not None}
         if self.url == CHAT and is_installed("models.generation_config"):
@@ -95,7 +102,7 @@ class Body:
         self.params = self._sampling_params(body, llm.get_default_sampling_params())
         if self.url == CHAT:
             if body.keys() & {"tools", "tool_choice"}:
-                extension("tools.tool_calls", "tools").read(self, body)
+                extension("tools.tool_calls", "tools").read(self, body, finds_calls)
             given = {name: body[name] for name in TEMPLATE & body.keys()}
             further = body.get("chat_template_kwargs", {})
             if "reasoning_effort" in body and isinstance(further, dict):
@@ -162,14 +169,9 @@ class Body:
 
         Raises RuntimeError for a completion that could not continue.
         """
-        choices = []
-        for output, completion in self.pairs(sorted(outputs, key=lambda each: each.index)):
-            text, tokens = self.content(output, completion)
-            content: dict[str, Any] = {"text": text}
-            if self.url == CHAT:
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append(content | self.choice(output, completion, tokens))
-        return self.head(model) | {"choices": [*self.edit(choices)], "usage": self.usage(outputs)}
+        choices = [choice for output in sorted(outputs, key=lambda each: each.index)
+                   for choice in self.edit(self.news(output))]
+        return self.head(model) | {"choices": choices, "usage": self.usage()}
 
     def head(self, model: str) -> dict[str, Any]:
         """Returns the beginning of an answer, or of each chunk of a stream."""
@@ -177,64 +179,69 @@ class Body:
         return {"id": f"cmpl-{self.name}", "created": int(time.time()), "model": model,
                 "object": kind if self.url == CHAT else "text_completion"}
 
-    def pairs(self, outputs: list[RequestOutput]) -> Iterator[
-            tuple[RequestOutput, CompletionOutput]]:
-        """Yields each completion with its output; an echo alone has an empty completion. Raises
-        RuntimeError for one that failed."""
-        for output in outputs:
-            for completion in output.outputs:
-                if completion.finish_reason == "error":
-                    raise RuntimeError(completion.stop_reason)
-                empty = CompletionOutput(completion.index, "", [], finish_reason="length")
-                yield output, empty if self.is_echo else completion
-
-    def usage(self, outputs: list[RequestOutput]) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Returns how many tokens there are in the newest outputs."""
+        outputs = self.last.values()
         counts = {"prompt_tokens": sum(len(each.prompt_token_ids) for each in outputs),
-                  "completion_tokens": sum(len(each.token_ids) for _, each in self.pairs(outputs))}
+                  "completion_tokens": 0 if self.is_echo else sum(
+                      len(completion.token_ids) for each in outputs for completion in each.outputs)}
         return counts | {"total_tokens": sum(counts.values())}
 
-    def index(self, output: RequestOutput, completion: CompletionOutput) -> int:
-        return output.index * self.params.n + completion.index
+    def news(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Yields the choices of an output with what is new in them: of a whole answer, all.
 
-    def content(self, output: RequestOutput, completion: CompletionOutput,
-                sent: int = 0) -> tuple[str, Tokens]:
-        """Returns the text of a choice, and its tokens if their log-probabilities are asked for.
-
-        sent: how many of the tokens a stream has sent before; they are left out.
+        Raises RuntimeError for a completion that could not continue.
         """
-        text = (output.prompt or "") * self.echoes + completion.text
-        echo = (output.prompt_logprobs or []) if self.echoes else []
-        start = max(0, sent - len(echo))
-        return text, [*zip(output.prompt_token_ids[sent:], echo[sent:]),
+        self.last[output.index] = output
+        for completion in output.outputs:
+            if completion.finish_reason == "error":
+                raise RuntimeError(completion.stop_reason)
+            if self.is_echo:
+                completion = CompletionOutput(completion.index, "", [], finish_reason="length")
+            index = output.index * self.params.n + completion.index
+            num_characters, num_tokens, reason, offset = self.sent.get(index, (0, 0, None, 0))
+            text = (output.prompt or "") * self.echoes + completion.text
+            echo = (output.prompt_logprobs or []) if self.echoes else []
+            start = max(0, num_tokens - len(echo))
+            tokens = [*zip(output.prompt_token_ids[num_tokens:], echo[num_tokens:]),
                       *zip(completion.token_ids[start:], (completion.logprobs or [])[start:])]
+            if tokens or (len(text), completion.finish_reason) != (num_characters, reason):
+                logprobs = self.logprobs(tokens, offset) if tokens else None
+                offset += sum(map(len, (logprobs or {}).get("tokens", ())))
+                content = self.content(text[num_characters:], index not in self.sent)
+                self.sent[index] = (
+                    len(text), num_tokens + len(tokens), completion.finish_reason, offset)
+                yield content | {
+                    "index": index, "logprobs": logprobs, "stop_reason": completion.stop_reason,
+                    "finish_reason": completion.finish_reason}
 
-    def choice(self, output: RequestOutput, completion: CompletionOutput, tokens: Tokens,
-                offset: int = 0) -> dict[str, Any]:
-        """Returns a choice without its text. offset: the length of the texts of earlier tokens."""
-        logprobs: Any = None
-        if tokens and self.url == CHAT:
-            entries = [of_chat(*each, self.tokenizer, self.params.logprobs) for each in tokens]
-            logprobs = {"content": entries, "refusal": None}
-        elif tokens:
-            logprobs = of_completion(tokens, self.tokenizer, offset)
-        return {"index": self.index(output, completion), "logprobs": logprobs,
-                "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    def content(self, text: str, is_first: bool) -> dict[str, Any]:
+        """Returns the text of a choice, where a client expects it."""
+        if self.url != CHAT:
+            return {"text": text}
+        role = {"role": "assistant"} if is_first else {}
+        if self.streams:
+            return {"delta": role | {"content": text}}
+        return {"message": role | {"content": text, "refusal": None}}
+
+    def logprobs(self, tokens: Tokens, offset: int) -> dict[str, Any]:
+        """Returns the log-probabilities of tokens. offset: the length of earlier tokens' texts."""
+        if self.url != CHAT:
+            return of_completion(tokens, self.tokenizer, offset)
+        entries = [of_chat(*each, self.tokenizer, self.params.logprobs) for each in tokens]
+        return {"content": entries, "refusal": None}
+
 
 # ------------------------------------------------------------------------------------ reading
 
 
-def object_of(data: bytes | str, name: str = "JSON") -> dict[str, Any]:
+def object_of(data: bytes) -> dict[str, Any]:
     """Returns the object that a JSON text describes. Raises ValueError if it is not one."""
-    with naming(name):
+    with naming("JSON"):
         row = json.loads(data, parse_float=finite, parse_constant=finite)
     if not isinstance(row, dict):
-        raise ValueError(f"{name} must be an object")
+        raise ValueError("JSON must be an object")
     return row
-
-
-def options_of(text: str) -> dict[str, Any]:
-    """Returns the value of the flag --options."""
-    return object_of(text, "--options: JSON")
 
 
 def finite(text: str) -> float:
