@@ -20,7 +20,7 @@ from nanoengine_extras.cpu.vectors import (
 from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
 from nanoengine_extras.cpu.packed.layout import ANY, EXPONENT, FLOAT, NESTED, TABLE
 from nanoengine_extras.cpu.packed.numbers import (
-    at_vector, bytes_of, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
+    at_vector, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
     small_floats)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
@@ -99,14 +99,12 @@ def weights_of(builder, data, place, upper, shift, table, scales, width, per_wor
             yield from scaled(builder, numbers, len(numbers), scales, per_word)
         return
     words = load_words(builder, data, place)
-    if width == 4 and HAS_TABLES:
-        numbers = looked_up(builder, words, table)
-    elif width == 4:
-        numbers = floats_of(builder, words)
-    elif width == FLOAT8:
+    if width == FLOAT8:
         numbers = small_floats(builder, data, place)
+    elif not HAS_TABLES:
+        numbers = floats_of(builder, data, place, LOWER[width])
     else:
-        numbers = marked(builder, words) if HAS_TABLES else bytes_of(builder, data, place)
+        numbers = looked_up(builder, words, table) if width == 4 else marked(builder, words)
     yield from scaled(builder, numbers, 32 // LOWER[width], scales, per_word)
 
 
