@@ -8,6 +8,8 @@ conversion to floating point with AVX-512: put into the mantissa of 1, it gives 
 u * scale + added = f * (256 * scale) + (added - 256 * scale). This difference is exact, too.
 """
 
+from itertools import chain
+
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -18,7 +20,7 @@ from nanoengine_extras.cpu.vectors import (
 from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
 from nanoengine_extras.cpu.packed.layout import ANY, EXPONENT, FLOAT, NESTED, TABLE
 from nanoengine_extras.cpu.packed.numbers import (
-    at_vector, bytes_of, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
+    at_vector, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
     small_floats)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
@@ -97,26 +99,26 @@ def weights_of(builder, data, place, upper, shift, table, scales, width, per_wor
             yield from scaled(builder, numbers, len(numbers), scales, per_word)
         return
     words = load_words(builder, data, place)
-    if width == 4 and HAS_TABLES:
-        numbers = looked_up(builder, words, table)
-    elif width == 4:
-        numbers = floats_of(builder, words)
-    elif width == FLOAT8:
+    if width == FLOAT8:
         numbers = small_floats(builder, data, place)
+    elif not HAS_TABLES:
+        numbers = floats_of(builder, data, place, LOWER[width])
     else:
-        numbers = marked(builder, words) if HAS_TABLES else bytes_of(builder, data, place)
+        numbers = looked_up(builder, words, table) if width == 4 else marked(builder, words)
     yield from scaled(builder, numbers, 32 // LOWER[width], scales, per_word)
 
 
 def scaled(builder, numbers, count, scales, per_word):
     """Yields the weights of `count` vectors of numbers, as the words that are multiplied."""
+    # loaded here, since LLVM would load them anew after each store
+    factors = [builder.load(at_vector(builder, scales, i)) for i in range(0, SCALES, LANES)]
+
     def weights():
         for i, number in enumerate(numbers):
-            half = i * per_word // count * SCALES // 2 if HAS_TABLES else 0
-            scale, added = [builder.load(at_vector(builder, scales, half + part * LANES))
-                            for part in range(2)]
+            half = i * per_word // count if HAS_TABLES else 0
+            scale, added = factors[2 * half:2 * half + 2]
             yield call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added)
-    return in_words(builder, weights(), per_word)
+    yield from in_words(builder, weights(), per_word)
 
 
 def add_word(builder, rows, line, k, word, sums, first, per_word, count):
@@ -143,15 +145,16 @@ def store_words(builder, lines, to, pitch, words):
 def add_weights(builder, rows, line, data, place, upper, shift, table, scales, sums, width,
                 per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
-    columns = []
-    for i in range(max(COLUMNS, 2 * COLUMNS // count)):
+    def add_column(i):
         own = builder.gep(scales, [place.type(i * SCALES)])
         places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
-        columns.append(weights_of(builder, data, *places, shift, table, own, width, per_word))
-    for k, words in enumerate(zip(*columns)):
-        for i, word in enumerate(words):
-            first = i * count * LANES
-            add_word(builder, rows, line, k, word, sums, first, per_word, count)
+        words = weights_of(builder, data, *places, shift, table, own, width, per_word)
+        for k, word in enumerate(words):
+            yield add_word(builder, rows, line, k, word, sums, i * count * LANES, per_word, count)
+    columns = map(add_column, range(max(COLUMNS, 2 * COLUMNS // count)))
+    # AVX2 has few registers, and takes a word of each column in turn
+    for _ in chain(*columns) if COLUMNS > 1 else zip(*columns):
+        pass
 
 
 @instruction(types.void, constants=2)

@@ -8,7 +8,8 @@
             scales      of each output; then lows and zeros, where there are any
             numbers     16 words, one for each of 16 outputs, with 4 or 8 numbers in each. With
                         AVX-512, numbers of 5 or 6 bits are in two places: first the 4 lower bits
-                        of all numbers, then their upper bits
+                        of all numbers, then their upper bits; else they take 8 bits, and 16
+                        neighbouring bytes are of 16 outputs
 
     weight = (number - zero) * scale + low          or table[number] * scale
 """

@@ -27,20 +27,16 @@ def load_words(builder, data, place):
     return builder.load(start, align=4)
 
 
-def floats_of(builder, words):
-    """The numbers of 4 bits of some words, from the lowest bits up, in float32."""
-    for shift in range(0, 32, 4):
-        number = builder.and_(builder.lshr(words, same(WORDS, shift)), same(WORDS, 15))
-        yield builder.sitofp(number, FLOATS)
-
-
-def bytes_of(builder, data, place):
-    """Four vectors of bytes, in float32."""
+def floats_of(builder, data, place, bits):
+    """The numbers of four vectors of bytes, of 4 or 8 bits, from the lowest bits up, in float32."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     start = builder.bitcast(at_vector(builder, data, place), kind.as_pointer())
     for i in range(4):
         numbers = builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4)
-        yield builder.sitofp(builder.zext(numbers, WORDS), FLOATS)
+        words = builder.zext(numbers, WORDS)
+        for shift in range(0, 8, bits):
+            number = builder.lshr(words, same(WORDS, shift))
+            yield builder.sitofp(builder.and_(number, same(WORDS, 2**bits - 1)), FLOATS)
 
 
 def looked_up(builder, words, table):
