@@ -66,8 +66,8 @@ def pytest_collection_modifyitems(items: list) -> None:
 ONE_THREAD = {"test_async_llm", "test_batch", "test_beam_search", "test_chat", "test_constraints",
               "test_engine", "test_features", "test_gguf", "test_gpu_costs", "test_gpu_path",
               "test_lab", "test_logits_processors", "test_logprobs",
-              "test_metrics", "test_own_policies", "test_policies", "test_quantized_bitsandbytes",
-              "test_quantized_fp8", "test_quantized_mxfp4", "test_quantized_transformers",
+              "test_metrics", "test_own_policies", "test_policies", "test_quantized_formats",
+              "test_quantized_mxfp4", "test_quantized_transformers",
               "test_recipes", "test_requests", "test_scheduler", "test_scores", "test_speculation",
               "test_strict", "test_structured_outputs", "test_swapping", "test_terminal",
               "test_texts", "test_tool_calls", "test_vllm"}
