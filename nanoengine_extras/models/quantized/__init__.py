@@ -8,9 +8,17 @@ weights are dequantized when they are loaded, so they take as much memory as the
 in the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
-files are read (`ModelRunner.load_model`); a model that transformers computes is read in
-transformers_files.py and transformers_linears.py. GGUF files are read in models/gguf, which needs a
-package: `pip install ".[gguf]"`.
+files are read (`ModelRunner.load_model`).
+
+    methods.py                          which entries of quantization_config are accepted
+    word_files.py, scaled_files.py      formats: functions from a tensor of a file to weights
+    stored.py                           the loop over a file's tensors, and the checks of all
+    formulas.py                         from numbers, scales, zeros and tables to values
+    loading.py                          packs the weights of the engine's decoder
+    transformers_files.py               weights of models that transformers computes, dequantized
+    transformers_linears.py, origins.py                     the same, packed
+
+GGUF files are read in models/gguf, which needs a package: `pip install ".[gguf]"`.
 """
 
 import atexit

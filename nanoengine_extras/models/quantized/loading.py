@@ -46,7 +46,7 @@ def read_part(tensor: Stored, dtype: torch.dtype,
     return found.to(dtype)
 
 
-def packed_module(module: Any, parts: list[Any], halves: int = 1) -> nn.Module | None:
+def packed_module(module: Any, parts: list[Any], halves: int = 1) -> Any:
     """Returns a module for the place of another, with the rows of some parts. Returns None if these
     are not packed, or if one product cannot compute them all."""
     if not all(isinstance(part, PackedWeight) for part in parts):

@@ -5,10 +5,9 @@ These classes answer the same calls, and dequantize a tensor when it is read. `S
 numbers and scales as they are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class Stored:
         self.shape = shape
         self.load = load
         self.parts = parts
-        self.matrices = sum(parts, []) if parts else [self]
+        self.matrices: list[Stored] = sum(parts, []) if parts else [self]
 
     def read(self) -> Tensor:
         """Returns the whole tensor, in floating point."""
@@ -83,9 +82,9 @@ class Index:
     entries: of the model's quantization_config; blocks: see `methods.blocks_in`
     """
 
-    def __init__(self, files: list[Path], entries: Mapping = MappingProxyType({})) -> None:
-        self.entries = entries
-        self.blocks = methods.blocks_in(entries)
+    def __init__(self, files: list[Path], entries: dict[str, Any] | None = None) -> None:
+        self.entries = entries or {}
+        self.blocks = methods.blocks_in(self.entries)
         self.files: dict[str, Path] = {}
         for file in files:
             with naming(file):
