@@ -1,9 +1,7 @@
-"""Quantized models for tests: random weights in every format, written as their tools write them."""
+"""GGUF files and packed weights for tests: random ones in every format."""
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,42 +12,23 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, greedy_reference, random_prompts, token_ids
-from safetensors.torch import save_file
+from conftest import ROOT, random_prompts
+from formats import (  # noqa: F401
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, expected, generated)
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.errors import naming
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
 from nanoengine_extras.cpu.packed import QuantizedLinear
 from nanoengine_extras.models.gguf import files as gguf_files
 from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.models.gguf import numbers as gguf_numbers
-from nanoengine_extras.models.quantized import choose_opener, formulas
+from nanoengine_extras.models.quantized import formulas
 from nanoengine_extras.models.quantized.loading import pack
-from nanoengine_extras.models.quantized.stored import Stored
 
-# the parts of one weight, by the ends of their names
-Parts = dict[str, Tensor]
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PROMPTS = random_prompts([3, 40])
 # K-quants have groups of 256 inputs
 SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
-OPTIONS = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
-# each dtype and size of blocks is a kernel to compile
-BFLOAT16 = OPTIONS | dict(dtype="bfloat16", block_size=32)
-
-
-def generated(model, **options) -> list[list[int]]:
-    with LLM(model, **OPTIONS | options) as llm:
-        return token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-
-
-def expected(model) -> list[list[int]]:
-    return [greedy_reference(model, prompt, 12) for prompt in PROMPTS]
-
-
 HEADS = {"q_proj": 4, "k_proj": 2}
 # where a block of a type has its scales in float16, and how large they are in a test
 SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
@@ -165,212 +144,6 @@ def make_gguf(make_model, tmp_path):
 
 # made by llama.cpp's own tools: Q4_K and Q6_K, the bundled tokenizer, and a chat template
 REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
-
-
-def drawn(bits: int, shape: tuple[int, int], group: int, symmetric: bool, groups=None,
-          dtype=torch.float16) -> tuple[Tensor, ...]:
-    """Random numbers, zeros and scales of a weight, all from 0 on, and what they stand for."""
-    outputs, inputs = shape
-    numbers = torch.randint(2**bits, shape)
-    zeros = torch.randint(2**bits, (outputs, -(-inputs // group)))
-    if symmetric:
-        zeros.fill_(2 ** (bits - 1))
-    scales = (torch.rand(zeros.shape) * 0.4 / 2**bits).to(dtype)
-    if groups is None:
-        groups = torch.arange(inputs) // group
-    # in float64: each product is exact, and then rounded once
-    weight = (numbers - zeros[:, groups]) * scales.double()[:, groups]
-    return numbers, zeros, scales, weight.float()
-
-
-def in_words(numbers: Tensor, bits: int) -> Tensor:
-    """(rows, columns) to (rows, columns * bits / 32) int32; the lowest bits first, rest unused.
-    Numbers of 3 bits can begin in one word and end in the next."""
-    each = (numbers.byte()[..., None] >> torch.arange(bits) & 1).flatten(1)
-    each = torch.nn.functional.pad(each, (0, -each.shape[1] % 32)).unflatten(1, (-1, 32))
-    words = (each.long() << torch.arange(32)).sum(2)
-    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
-
-
-def in_awq(numbers, zeros, scales, **_) -> dict[str, Tensor]:
-    """As `WQLinear_GEMM.from_linear` of AutoAWQ packs them."""
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-
-    def packed(x: Tensor) -> Tensor:
-        return in_words(x.unflatten(1, (-1, 8))[:, :, order].flatten(1), 4)
-
-    return {"qweight": packed(numbers.T), "qzeros": packed(zeros.T), "scales": scales.T}
-
-
-def in_gptq(numbers, zeros, scales, bits, groups=None, version=1) -> dict[str, Tensor]:
-    """As GPTQModel packs them. Version 1 subtracts 1 from the zeros: from a whole word at once, so
-    a zero of 0 borrows from its neighbour; but number by number if they have 3 bits."""
-    if version == 1 and bits == 3:
-        zeros = (zeros - 1) % 8
-    qzeros = in_words(zeros.T, bits)
-    if version == 1 and bits != 3:
-        qzeros = qzeros - sum(1 << place for place in range(0, 32, bits))
-    found = {"qweight": in_words(numbers, bits).T, "qzeros": qzeros, "scales": scales.T}
-    return found if groups is None else found | {"g_idx": groups.to(torch.int32)}
-
-
-def in_compressed(numbers, zeros, scales, bits, groups=None, symmetric=True) -> dict[str, Tensor]:
-    found = {"weight_packed": in_words(numbers, bits), "weight_scale": scales,
-             "weight_shape": torch.tensor(numbers.shape)}
-    if groups is not None:
-        found["weight_g_idx"] = groups.to(torch.int32)
-    if not symmetric:
-        found["weight_zero_point"] = in_words(zeros.T, bits).T
-    return found
-
-
-def compressed_config(bits: int = 4, **weights) -> dict:
-    weights = dict(num_bits=bits, type="int", strategy="group", symmetric=True,
-                   group_size=32) | weights
-    group = dict(weights=weights, input_activations=None, output_activations=None)
-    return dict(quant_method="compressed-tensors", format="pack-quantized",
-                config_groups=dict(group_0=group | dict(targets=["Linear"])), ignore=["lm_head"])
-
-
-# of each: bits, inputs of a group, whether inputs of a group are not neighbours, whether all zeros
-# are the middle, the function that packs a weight, and quantization_config
-AWQ = dict(quant_method="awq", bits=4, group_size=32, version="gemm", zero_point=True)
-GPTQ = dict(quant_method="gptq", group_size=32, desc_act=False, sym=False)
-FORMATS = {
-    "awq": (4, 32, False, False, in_awq, AWQ),
-    # all zeros are 8: GPTQModel and AutoRound store them, too
-    "awq symmetric": (4, 32, False, True, in_awq, AWQ | dict(zero_point=False)),
-    "awq one group": (4, 256, False, False, in_awq, AWQ | dict(group_size=-1)),
-    # the last of 96, 96 and 64 inputs; 4 parts of 64 inputs would be equal
-    "awq uneven": (4, 96, False, False, in_awq, AWQ | dict(group_size=96)),
-    "gptq uneven": (4, 96, False, False, in_gptq, GPTQ | dict(bits=4, group_size=96)),
-    "gptq dynamic": (8, 80, False, False, in_gptq, GPTQ | dict(
-        bits=8, group_size=96, dynamic={"+:.*_proj": dict(group_size=80), "-:lm_head": {}})),
-    "gptq 4": (4, 32, False, False, in_gptq, GPTQ | dict(bits=4)),
-    "gptq 8": (8, 32, False, False, in_gptq, GPTQ | dict(bits=8)),
-    "gptq act-order": (4, 32, True, False, in_gptq, GPTQ | dict(bits=4, desc_act=True)),
-    "gptq v2": (4, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
-                GPTQ | dict(bits=4, group_size=64, checkpoint_format="gptq_v2")),
-    "gptq 2": (2, 32, False, False, in_gptq, GPTQ | dict(bits=2)),
-    "gptq 3": (3, 64, False, False, in_gptq, GPTQ | dict(bits=3, group_size=64)),
-    "gptq 3 v2": (3, 32, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
-                  GPTQ | dict(bits=3, checkpoint_format="gptq_v2")),
-    "gptq 3 act-order": (3, 32, True, False, in_gptq, GPTQ | dict(bits=3, desc_act=True)),
-    "auto-round 3": (3, 32, False, False, in_gptq, dict(
-        quant_method="auto-round", packing_format="auto_round:auto_gptq", bits=3, group_size=32)),
-    "gptq v2 by format": (8, 64, False, False, lambda *a, **o: in_gptq(*a, **o, version=2),
-                          GPTQ | dict(bits=8, group_size=64, format="gptq_v2")),
-    "w4a16": (4, 32, False, True, in_compressed, compressed_config()),
-    "w8a16": (8, 32, False, True, in_compressed, compressed_config(8)),
-    "w8a16 channel": (8, 256, False, True, in_compressed, compressed_config(8, strategy="channel")),
-    "w4a16 zeros": (4, 32, False, False, lambda *a, **o: in_compressed(*a, **o, symmetric=False),
-                    compressed_config(symmetric=False)),
-    # the last of 96, 96 and 64 inputs
-    "w4a16 uneven": (4, 96, False, True, in_compressed, compressed_config(group_size=96)),
-    "w4a16 act-order": (4, 32, True, True, in_compressed, compressed_config(actorder="group"))}
-
-
-def opened(folder: Path, entries: dict[str, Any], parts: Parts) -> Stored:
-    """The weight of a file that has nothing else."""
-    file = folder / "model.safetensors"
-    save_file({f"own.{name}": each.contiguous() for name, each in parts.items()}, file)
-    with naming(file):
-        return choose_opener(entries["quant_method"], entries, folder)(file)["own.weight"]
-
-
-def check_damages(folder: Path, entries: dict[str, Any], parts: Parts, names: list[str]) -> None:
-    """Each of these parts is refused with half of its numbers, of another type, transposed, and
-    with numbers that are not finite. Messages name the tensor, the file, and what it must have."""
-    opened(folder, entries, parts).read()
-    for name in names:
-        part = parts[name]
-        damaged = [part.to(torch.int16)]
-        damaged += [part.T] if part.ndim == 2 and 1 not in part.shape else []
-        damaged += [part.unflatten(dim, (-1, 2)).select(dim + 1, 0)
-                    for dim, size in enumerate(part.shape) if size % 2 == 0]
-        if part.is_floating_point():
-            # FP8 has no inf
-            last = torch.inf if part.element_size() > 1 else torch.nan
-            for place, value in ((0, torch.nan), (-1, last)):
-                places = part.float().flatten().clone()
-                places[place] = value
-                damaged.append(places.view(part.shape).to(part.dtype))
-        for each in damaged:
-            message = rf"own\.{name} in {folder}.*is not accepted: it must be (finite|[IFBU]\w+ )"
-            with pytest.raises(ValueError, match=message):
-                opened(folder, entries, parts | {name: each}).read()
-
-
-@pytest.fixture
-def make_quantized(make_model, tmp_path):
-    """Writes a small random model in a format; returns its folder, and transformers' model with the
-    dequantized weights. changes: of the model's config."""
-
-    def make(name: str, architecture: str = "Llama", **changes):
-        bits, group, is_mixed, symmetric, pack, entries = FORMATS[name]
-        source, model = make_model(architecture, **changes | dict(
-            hidden_size=256, intermediate_size=256, num_hidden_layers=2, head_dim=64))
-        generator = torch.Generator().manual_seed(1)
-        tensors: dict[str, Tensor] = {}
-        for key, weight in model.state_dict().items():
-            module, _, part = key.rpartition(".")
-            if "_proj" not in key or part != "weight":
-                tensors[key] = weight
-                continue
-            groups = None
-            if is_mixed:
-                groups = torch.randperm(256, generator=generator) // group
-            *parts, dequantized = drawn(bits, tuple(weight.shape), group, symmetric, groups)
-            weight.copy_(dequantized)
-            options = {} if pack is in_awq else dict(bits=bits, groups=groups)
-            for end, tensor in pack(*parts, **options).items():
-                tensors[f"{module}.{end}"] = tensor.contiguous()
-        folder = tmp_path / "quantized"
-        shutil.copytree(source, folder)
-        (folder / "model.safetensors").unlink()
-        # the parts of a weight are in two files
-        names = sorted(tensors)
-        index = {key: f"model-{1 + i % 2}.safetensors" for i, key in enumerate(names)}
-        for file in {*index.values()}:
-            save_file({key: tensors[key] for key in names if index[key] == file}, folder / file)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-        change_config(folder, quantization_config=entries)
-        return folder, model
-
-    return make
-
-
-def change_config(folder: Path, **entries) -> None:
-    config = json.loads((folder / "config.json").read_text()) | entries
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def put(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
-    """Gives a model a weight of the files: transformers has one tensor for all experts."""
-    before, _, own = name.partition(".experts.")
-    if not own:
-        state[name].copy_(weight)
-        return
-    number, part, _ = own.split(".")
-    if part == "down_proj":
-        state[f"{before}.experts.down_proj"][int(number)] = weight
-    else:
-        halves = state[f"{before}.experts.gate_up_proj"][int(number)].chunk(2)
-        halves[part == "up_proj"].copy_(weight)
-
-
-def linears_of_experts(llm) -> list[Any]:
-    # only here: other tests need no such feature
-    from nanoengine_extras.models.experts import Experts
-    return [linear for layer in llm.engine.runner.model.layers.modules()
-            if isinstance(layer, Experts) for each in layer.experts
-            for linear in (each.gate_up_proj, each.down_proj)]
-
-
-def linears_of(llm) -> list[QuantizedLinear]:
-    """Those whose weights are packed."""
-    return [module for module in llm.engine.runner.model.modules()
-            if isinstance(module, QuantizedLinear) and module.is_quantized]
 
 
 # of each: bits, inputs of a group, how scales are stored, lows, a zero for each group, a sign; what

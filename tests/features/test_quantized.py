@@ -17,17 +17,18 @@ import transformers
 from conftest import greedy_reference, token_ids
 from fake_gpu import FakeGpu
 from forks import is_compiled_once
+from formats import (
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, check_weights, expected, generated, in_words,
+    make_quantized, packed_of)
 from quantizing import (
-    AWQ, BFLOAT16, FORMATS, GPTQ, GREEDY, OPTIONS, OTHER_CPUS, PACKED, PROMPTS, REAL, SCALES,
-    SCHEDULES, change_config, check_damages, compare_products, compressed_config, draw, drawn,
-    expected, generated, gguf_name, in_awq, in_gptq, in_words, linears_of, logprobs_of,
-    make_gguf, make_quantized, num_bytes, opened, run_on_another_cpu)
+    OTHER_CPUS, PACKED, REAL, SCALES, SCHEDULES, compare_products, draw, gguf_name, logprobs_of,
+    make_gguf, num_bytes, run_on_another_cpu)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
-from nanoengine.loader import checkpoint_tensors, find_model
+from nanoengine.loader import find_model
 from nanoengine_extras.models import quantized
 from nanoengine_extras.running import strict as memory
 from nanoengine_extras.cpu import compiling
@@ -37,54 +38,29 @@ from nanoengine_extras.cpu.packed.layout import padding
 from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.models.gguf import numbers as gguf_numbers
-from nanoengine_extras.models.quantized import formulas, loading, methods
-from nanoengine_extras.models.quantized.stored import open_rounded
+from nanoengine_extras.models.quantized import formulas, loading
 
 fixtures = make_gguf, make_quantized
 
 
-def weights_of(model, **options) -> dict[str, Tensor]:
-    """The weights that an engine has loaded, by their names in a checkpoint."""
-    with LLM(model, kernels=False, **OPTIONS | options) as llm:
-        return {name: weight.clone()
-                for name, weight in checkpoint_tensors(llm.engine.runner.model).items()}
-
-
-def given(model) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): weight for name, weight in model.state_dict().items()}
-
-
 # ------------------------------------------------------------------------------------ GGUF
 
+MANY = ["Q8_0", "Q6_K", "Q4_1", "F16", "Q5_0"]
 
-@pytest.mark.parametrize("kind", gguf_header.TYPES)
-def test_every_type_of_gguf(make_gguf, kind):
-    path, model = make_gguf([kind])
-    weights = weights_of(path)
-    assert weights.keys() <= given(model).keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, given(model)[name]), name
+
+@pytest.mark.parametrize("kinds, architecture, changes", [
+    *(([kind], "Qwen3", {}) for kind in gguf_header.TYPES),
+    (MANY, "Llama", {}), (MANY, "Llama", dict(attention_bias=True, mlp_bias=True)),
+    (MANY, "Llama", dict(head_dim=32)), (MANY, "Mistral", dict(sliding_window=None)),
+    (MANY, "Qwen2", {}), (MANY, "Qwen3", dict(tie_word_embeddings=True))])
+def test_every_type_and_family_of_gguf(make_gguf, kinds, architecture, changes):
+    """Types are mixed, also within projections that are fused; rows of q and k are reordered. A
+    weight is its dequantized value in the model's dtype."""
+    path, model = make_gguf(kinds, architecture, **changes)
+    for dtype in ("bfloat16", "float32"):
+        with LLM(path, kernels=False, **OPTIONS | dict(dtype=dtype)) as llm:
+            check_weights(llm, model)
     assert generated(path) == expected(model)
-
-
-@pytest.mark.parametrize("architecture, changes", [
-    ("Llama", {}), ("Llama", dict(attention_bias=True, mlp_bias=True)), ("Mistral", {}),
-    ("Qwen2", {}), ("Qwen3", dict(tie_word_embeddings=True)), ("Llama", dict(head_dim=32))])
-def test_every_family_of_gguf(make_gguf, architecture, changes):
-    """Types are mixed, also within projections that are fused; rows of q and k are reordered."""
-    if architecture == "Mistral":
-        changes = dict(sliding_window=None)
-    path, model = make_gguf(["Q8_0", "Q6_K", "Q4_1", "F16", "Q5_0"], architecture, **changes)
-    for name, weight in weights_of(path).items():
-        assert torch.equal(weight, given(model)[name]), name
-    assert generated(path) == expected(model)
-
-
-def test_a_gguf_in_bfloat16(make_gguf):
-    """A weight is its dequantized value in the model's dtype."""
-    path, model = make_gguf(["Q6_K", "Q8_0"])
-    for name, weight in weights_of(path, dtype="bfloat16").items():
-        assert torch.equal(weight, given(model)[name].bfloat16()), name
 
 
 def test_a_gguf_in_several_files(make_gguf):
@@ -242,28 +218,18 @@ def with_one_qkv(path: Path) -> Path:
 @pytest.mark.parametrize("architecture, changes", [
     ("Llama", {"attention_bias": True}), ("Qwen2", {}), ("Qwen3", {})])
 def test_queries_keys_and_values_in_one_tensor(make_gguf, architecture, changes):
-    path, _ = make_gguf(["Q8_0"], architecture, **changes)
-    found = weights_of(with_one_qkv(path))
-    for name, weight in weights_of(path).items():
-        assert torch.equal(found[name], weight), name
+    path, model = make_gguf(["Q8_0"], architecture, **changes)
+    with LLM(with_one_qkv(path), kernels=False, **OPTIONS) as llm:
+        check_weights(llm, model)
 
 
-def test_the_other_byte_order(tmp_path):
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "llama", endianess=gguf.GGUFEndian.BIG)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match="the file's byte order='big' .* one of .'little'."):
-        LLM(path)
-
-
-def test_a_gguf_of_another_architecture(tmp_path):
-    writer = gguf.GGUFWriter(path := tmp_path / "a.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match="general.architecture='mamba' .*'llama', 'qwen2', 'qw"
-                       ".*; otherwise it must be the original model, which quantization='int8'"):
+@pytest.mark.parametrize("architecture, options, message", [
+    ("llama", dict(endianess=gguf.GGUFEndian.BIG), "byte order='big' .* one of .'little'."),
+    ("mamba", {}, "general.architecture='mamba' .*'llama', 'qwen2', 'qw.*; otherwise it must be "
+                  "the original model, which quantization='int8'")])
+def test_another_kind_of_file(tmp_path, architecture, options, message):
+    write(gguf.GGUFWriter(path := tmp_path / "a.gguf", architecture, **options))
+    with pytest.raises(ValueError, match=message):
         LLM(path)
 
 
@@ -320,9 +286,7 @@ def test_the_images_of_a_model_are_no_model(make_gguf):
     path, model = make_gguf(["Q8_0"])
     writer = gguf.GGUFWriter(other := path.with_name("model-mmproj-f16.gguf"), "clip")
     writer.add_string("general.type", "mmproj")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    write(writer)
     assert generated(path.parent) == expected(model)
     path.unlink()
     for given in (path.parent, other):
@@ -442,297 +406,6 @@ def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
     assert generated(path, tokenizer=bundled) == expected(model)
 
 
-# ----------------------------------------------------------------- AWQ, GPTQ, compressed-tensors
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_format_of_safetensors(make_quantized, name):
-    folder, model = make_quantized(name)
-    for key, weight in weights_of(folder).items():
-        assert torch.equal(weight, given(model)[key]), key
-    assert generated(folder) == expected(model)
-    for key, weight in weights_of(folder, dtype="bfloat16").items():
-        assert torch.equal(weight, given(model)[key].bfloat16()), key
-
-
-@pytest.mark.parametrize("name", ["gptq 4", "w4a16"])
-def test_the_default_device_has_no_effect(make_quantized, name):
-    """Neither where files say the shape of a weight, nor where a bias is looked at."""
-    folder, model = make_quantized(name)
-    right = expected(model)
-    file = folder / "model-1.safetensors"
-    biases = {f"model.layers.{i}.mlp.down_proj.bias": torch.zeros(256) for i in range(2)}
-    save_file(load_file(file) | biases if name == "gptq 4" else load_file(file), file)
-    with torch.device("meta"):
-        assert generated(folder) == right
-
-
-def test_modules_of_other_bits(make_quantized):
-    """GPTQModel's `dynamic` changes some modules: their bits and groups show in the files."""
-    folder, model = make_quantized("gptq 4")
-    others = {}
-    for number, layer in enumerate(model.model.layers):
-        *parts, weight = drawn(8, (256, 256), 64, False)
-        layer.mlp.down_proj.weight.data.copy_(weight)
-        for end, tensor in in_gptq(*parts, bits=8).items():
-            others[f"model.layers.{number}.mlp.down_proj.{end}"] = tensor.contiguous()
-    for file in folder.glob("*.safetensors"):
-        save_file({name: others.get(name, each) for name, each in load_file(file).items()}, file)
-    change_config(folder, quantization_config=GPTQ | dict(
-        bits=4, dynamic={"+:.*down.*": dict(bits=8, group_size=64)}))
-    assert generated(folder) == generated(folder, kernels=False) == expected(model)
-
-
-@pytest.mark.parametrize("name, size", [("awq", 48), ("gptq 4", 128), ("w4a16", 64)])
-def test_groups_of_another_size(make_quantized, name, size):
-    """A size that contradicts the files is refused, even if all groups could be equal."""
-    folder, _ = make_quantized(name)
-    entries = copy.deepcopy(FORMATS[name][-1])
-    for each in (entries, *(group["weights"] for group in
-                            entries.get("config_groups", {}).values())):
-        each["group_size"] = size
-    change_config(folder, quantization_config=entries)
-    groups = -(-256 // size)
-    shape = f"256, {groups}" if name == "w4a16" else f"{groups}, 256"
-    for options in ({}, dict(model_impl="transformers")):
-        with pytest.raises(ValueError, match=rf"scale.* in {folder}.* of shape \[{shape}\]"):
-            LLM(folder, **OPTIONS, **options)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_damaged_parts(tmp_path, name):
-    bits, group, is_mixed, symmetric, pack, entries = FORMATS[name]
-    groups = torch.randperm(256) // group if is_mixed else None
-    *parts, wanted = drawn(bits, (96, 256), group, symmetric, groups)
-    options = {} if pack is in_awq else dict(bits=bits, groups=groups)
-    found = pack(*parts, **options)
-    assert torch.equal(opened(tmp_path, entries, found).read(), wanted)
-    names = [each for each in found if each not in ("qweight", "weight_packed")]
-    check_damages(tmp_path, entries, found, names)
-    for end in {"g_idx", "weight_g_idx"}.intersection(found):
-        # the tool has filled only some; no input has a group; there is no such group
-        first = found[end] == 0
-        for place, group in ((5, -1), (first, 1), (first, -1), (first, 2**30)):
-            order = found[end].clone()
-            order[place] = group
-            with pytest.raises(ValueError, match="g_idx=.* with no group left out"):
-                opened(tmp_path, entries, found | {end: order}).read()
-
-
-@pytest.mark.parametrize("bits, outputs", [(4, 12), (4, 1), (2, 8), (3, 16), (3, 48), (8, 6)])
-def test_outputs_that_fill_no_whole_words(tmp_path, bits, outputs):
-    """GPTQModel fills the last word of zeros with unused bits."""
-    *parts, wanted = drawn(bits, (outputs, 96), 32, False)
-    entries = GPTQ | dict(bits=bits)
-    assert torch.equal(opened(tmp_path, entries, in_gptq(*parts, bits)).read(), wanted)
-
-
-def test_words_of_3_bits():
-    """As GPTQModel packs them: 32 numbers in three words."""
-    # of the numbers 0 to 7, four times
-    words = torch.tensor([-1996831096, -964101434, -87652102], dtype=torch.int32)
-    found = formulas.unpack(words[:, None], 3, 0)
-    assert found[:, 0].tolist() == [*range(8)] * 4
-    assert torch.equal(in_words(found.T, 3)[0], words)
-
-
-def test_packed_numbers_of_another_type(tmp_path):
-    parts = in_awq(*drawn(4, (64, 256), 32, False)[:3])
-    parts["qweight"] = parts["qweight"].long()
-    with pytest.raises(ValueError, match="qweight in .*='I64' is not accepted: it must be of type"):
-        opened(tmp_path, AWQ, parts)
-
-
-@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Qwen3"])
-def test_every_family_of_safetensors(make_quantized, architecture):
-    folder, model = make_quantized("awq", architecture)
-    assert generated(folder) == expected(model)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("inputs", [256, 96, 100])
-def test_compressed_tensors_by_its_package(bits, symmetric, inputs):
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-    half = 2 ** (bits - 1)
-    numbers = torch.randint(-half, half, (24, inputs)).to(torch.int8)
-    zeros = torch.randint(-half, half, (24, 4)).to(torch.int8)
-    scales = torch.rand(24, 4).bfloat16()
-    groups = torch.arange(inputs) * 4 // inputs
-    kept = zeros if not symmetric else torch.zeros_like(zeros)
-    wanted = (numbers - kept.float()[:, groups]) * scales.float()[:, groups]
-    found = formulas.compressed(
-        helpers.pack_to_int32(numbers, bits), scales, [24, inputs],
-        None if symmetric else helpers.pack_to_int32(zeros, bits, packed_dim=0))
-    assert torch.equal(found._replace(groups=groups).dequantized(), wanted)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_zeros_of_compressed_tensors_that_are_not_packed(bits):
-    """Of symmetric weights, or with one scale."""
-    half = 2 ** (bits - 1)
-    numbers = torch.randint(2 * half, (8, 64))
-    for zeros in (torch.randint(-half, half, (8, 2)), torch.zeros(8, 2)):
-        found = formulas.compressed(
-            in_words(numbers, bits), torch.ones(8, 2), [8, 64], zeros.to(torch.int8))
-        wanted = numbers - half - zeros.repeat_interleave(32, 1)
-        found = found._replace(groups=torch.arange(64) // 32)
-        assert torch.equal(found.dequantized(), wanted.float())
-
-
-def test_a_tensor_without_dimensions(tmp_path):
-    """As Apertus has them."""
-    save_file({"act_fn.beta": torch.tensor(3.5)}, file := tmp_path / "model.safetensors")
-    assert open_rounded(8, file)["act_fn.beta"].read() == 3.5
-
-
-def test_one_scale_for_a_whole_weight():
-    numbers = torch.randint(256, (8, 64))
-    groups = torch.zeros(64, dtype=torch.int64)
-    found = formulas.compressed(in_words(numbers, 8), torch.tensor([0.5]), [8, 64], None)
-    found = found._replace(groups=groups)
-    assert torch.equal(found.dequantized(), (numbers - 128) * 0.5)
-
-
-GROUPS = compressed_config()["config_groups"]["group_0"]
-AUTO_ROUND = dict(quant_method="auto-round", packing_format="auto_round:auto_awq", bits=4)
-
-
-@pytest.mark.parametrize("entries, message", [
-    (dict(quant_method="hqq"), "quant_method='hqq' .*'awq', 'gptq', 'compressed-tensors'"),
-    (dict(bits=4), "quant_method=None"),
-    (AWQ | dict(version="gemv"), "version='gemv' .* one of .'gemm'."),
-    (AWQ | dict(backend="llm-awq"), "backend='llm-awq'"),
-    (AWQ | dict(bits=3), "bits=3"),
-    (GPTQ | dict(bits=5), "bits=5 .* one of .2, 3, 4, 8."), (GPTQ, "bits=None"),
-    (GPTQ | dict(bits=4, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
-    (GPTQ | dict(bits=4, format="bitblas"), "checkpoint_format='bitblas'"),
-    (GPTQ | dict(bits=4, is_marlin_format=True), "is_marlin_format=True"),
-    (GPTQ | dict(bits=4, dynamic={"-:a": {}, "b": dict(bits=6)}), r"dynamic\['b'\].bits=6"),
-    (compressed_config() | dict(format="marlin-24"), "format='marlin-24'"),
-    (compressed_config() | dict(sparsity_config=dict(format="sparse-24")), "sparsity_config="),
-    (compressed_config() | dict(transform_config=dict(config_groups=dict(u=1))), "transform_conf"),
-    (compressed_config() | dict(config_groups=dict(g=GROUPS | dict(
-        format="mxfp6-pack-quantized"))), "g.format='mxfp6-pack-quantized'"),
-    (compressed_config(6, type="float"), "weights.type.*='float 6'"),
-    (compressed_config(bits=2), "weights.type.*='int 2'"),
-    (dict(quant_method="modelopt", quant_algo="NVFP4_AWQ"), "quant_algo='NVFP4_AWQ'"),
-    (dict(quant_method="modelopt", quantized_layers=dict(
-        a=dict(quant_algo="FP8"), b=dict(quant_algo="W4A8_AWQ"))), r"\['b'\].*='W4A8_AWQ'"),
-    (dict(quant_method="modelopt", quantization=dict(quant_algo="FP8")), "quantization={'quant_a"),
-    (dict(quant_method="fbgemm_fp8"), "quant_method='fbgemm_fp8' .* its version in GGUF, AWQ"),
-    (AUTO_ROUND | dict(packing_format="auto_round:llm_compressor"), "packing_format='auto_round:l"),
-    (AUTO_ROUND | dict(act_bits=8), "act_bits=8"),
-    (AUTO_ROUND | dict(bits=3), "bits=3"),
-    (AUTO_ROUND | dict(rotation_config=dict(a=1)), "rotation_config="),
-    (AUTO_ROUND | dict(spinquant_config=dict(a=1)), "spinquant_config="),
-    (GPTQ | dict(bits=4, rotation="hadamard"), "rotation='hadamard'"),
-    (AWQ | dict(rotation="random"), "rotation='random'"),
-    (dict(quant_method="fp8", weight_scale_semantics="inverse"), "semantics='inverse'"),
-    (AUTO_ROUND | dict(extra_config=dict(a=dict(bits=2))), r"\['a'\].bits=2")])
-def test_a_format_that_is_refused(make_model, tmp_path, entries, message):
-    """explain.py says it first, if it is there, in the words of the config."""
-    source, _ = make_model()
-    shutil.copytree(source, folder := tmp_path / "model")
-    change_config(folder, quantization_config=entries)
-    instead = "must be .* model that was quantized.*quantization='int8'"
-    for options in ({}, dict(load_format="dummy")):
-        with pytest.raises(ValueError, match=instead):
-            LLM(folder, **OPTIONS, **options)
-    with pytest.raises(ValueError, match=message):
-        methods.check(entries)
-    with pytest.raises(ValueError, match=instead):
-        methods.check(entries)
-
-
-@pytest.mark.parametrize("entries", [
-    compressed_config() | dict(config_groups=["W4A16"]), GPTQ | dict(bits=4, dynamic=["a"]),
-    compressed_config() | dict(config_groups=dict(group_0="W4A16")),
-    compressed_config() | dict(sparsity_config="dense")])
-def test_entries_that_are_no_objects(make_model, tmp_path, entries):
-    source, _ = make_model()
-    shutil.copytree(source, folder := tmp_path / "model")
-    change_config(folder, quantization_config=entries)
-    with pytest.raises(ValueError, match="quantization_config={.*'quant_method'"):
-        LLM(folder, **OPTIONS)
-
-
-def test_an_order_that_was_not_filled(make_quantized):
-    """compressed-tensors begins with -1 for all inputs: their groups are neighbours."""
-    folder, model = make_quantized("w4a16")
-    file = folder / "model-1.safetensors"
-    tensors = load_file(file)
-    order = {f"{name.rpartition('.')[0]}.weight_g_idx": torch.full((256,), -1, dtype=torch.int32)
-             for name in tensors if name.endswith("weight_packed")}
-    assert order
-    save_file(tensors | order, file)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] |= dict.fromkeys(order, file.name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert generated(folder) == expected(model)
-
-
-def test_a_part_of_a_weight_is_missing(make_quantized):
-    folder, _ = make_quantized("awq")
-    file = folder / "model-1.safetensors"
-    tensors = load_file(file)
-    gone = next(name for name in tensors if name.endswith("qzeros"))
-    del tensors[gone]
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match=gone):
-        LLM(folder, **OPTIONS)
-
-
-def test_biases_of_a_model_without_biases(make_quantized):
-    """AutoGPTQ writes zeros for all linears; other numbers would change what is computed."""
-    folder, model = make_quantized("gptq 4", attention_bias=False)
-    file = folder / "model-1.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.1.self_attn.q_proj.bias"
-    save_file(tensors | {name: torch.zeros(256).half()}, file)
-    assert generated(folder) == expected(model)
-    save_file(tensors | {name: torch.ones(256).half()}, file)
-    with pytest.raises(ValueError, match="layers.1.self_attn.q_proj.bias"):
-        LLM(folder, **OPTIONS)
-
-
-@pytest.mark.parametrize("kernels", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name, part", [
-    ("awq", "qweight"), ("awq", "scales"), ("awq", "qzeros"), ("gptq 4", "qweight"),
-    ("gptq 4", "scales"), ("gptq 8", "scales"), ("gptq 4", "qzeros"), ("w4a16", "weight_packed"),
-    ("w4a16", "weight_scale"), ("w8a16 channel", "weight_scale"), ("w4a16 zeros", "weight_scale"),
-    ("w4a16 zeros", "weight_zero_point"), ("w4a16 act-order", "weight_g_idx")])
-def test_parts_that_do_not_fit_each_other_are_refused(make_quantized, name, part, kernels):
-    """A row or a column of one is missing."""
-    folder, _ = make_quantized(name)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        for key in tensors:
-            if key.endswith(f"0.mlp.down_proj.{part}"):
-                tensors[key] = tensors[key][:-1].contiguous()
-        save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"\.safetensors: .*down_proj"):
-        LLM(folder, **OPTIONS, kernels=kernels)
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq 4"])
-def test_weights_that_are_not_quantized_after_all(make_quantized, name):
-    """modules_to_not_convert, dynamic: the names of tensors say which are quantized."""
-    folder, model = make_quantized(name)
-    entries = FORMATS[name][-1] | dict(
-        modules_to_not_convert=["0.mlp.down_proj"], dynamic={r"-:.*\.0\..*down_proj": {}})
-    change_config(folder, quantization_config=entries)
-    weights = model.state_dict()
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        kept = {name: each for name, each in tensors.items() if "0.mlp.down_proj." not in name}
-        if any(name.endswith("0.mlp.down_proj.qweight") for name in tensors):
-            name = "model.layers.0.mlp.down_proj.weight"
-            kept[name] = weights[name].contiguous()
-        save_file(kept, file)
-    assert generated(folder) == expected(model)
-
-
 # -------------------------------------------------------------------------- rounded when loaded
 
 
@@ -763,10 +436,25 @@ def test_weights_are_rounded(make_model, bits, inner):
     for name, weight in model.state_dict().items():
         if weight.ndim == 2 and name != "lm_head.weight":
             weight.copy_(rounded_plainly(weight, bits))
-    for name, weight in weights_of(folder, quantization=f"int{bits}").items():
-        assert torch.equal(weight, given(model)[name]), name
+    with LLM(folder, kernels=False, quantization=f"int{bits}", **OPTIONS) as llm:
+        check_weights(llm, model)
     for options in ({}, dict(kernels=False)):
         assert generated(folder, quantization=f"int{bits}", **options) == expected(model)
+
+
+def test_a_tensor_without_dimensions(tmp_path):
+    """As Apertus has them."""
+    save_file({"act_fn.beta": torch.tensor(3.5)}, file := tmp_path / "model.safetensors")
+    assert quantized.choose_opener("int8", {}, tmp_path)(file)["act_fn.beta"].read() == 3.5
+
+
+def test_words_of_3_bits():
+    """As GPTQModel packs them: 32 numbers in three words."""
+    # of the numbers 0 to 7, four times
+    words = torch.tensor([-1996831096, -964101434, -87652102], dtype=torch.int32)
+    found = formulas.unpack(words[:, None], 3, 0)
+    assert found[:, 0].tolist() == [*range(8)] * 4
+    assert torch.equal(in_words(found.T, 3)[0], words)
 
 
 def test_rounded_zeros_and_the_largest_numbers():
@@ -780,9 +468,7 @@ def test_rounded_zeros_and_the_largest_numbers():
 
 @pytest.mark.parametrize("value, message", [
     ("int3", "quantization='int3' is not accepted: it must be 'int8', 'int4' or None, or"),
-    ("INT8", "'INT8'"), ("", "quantization=''"),
-    ("awq", "quantization='awq' .* since the model is not quantized"),
-    ("gguf", "quantization='gguf' .* since the model is not quantized")])
+    ("INT8", "'INT8'"), ("", "quantization=''")])
 def test_a_quantization_that_is_refused(tiny, value, message):
     with pytest.raises(ValueError, match=message):
         LLM(tiny, quantization=value, **OPTIONS)
@@ -797,17 +483,6 @@ def test_a_quantization_that_the_model_has_not(make_quantized):
                                 (REAL, "int4", "gguf")):
         with pytest.raises(ValueError, match=f"quantization='{value}' .* None or '{method}', si"):
             LLM(path, quantization=value, **OPTIONS)
-
-
-@pytest.mark.parametrize("entries", [
-    {"quant_method": "gptq", "bits": 4, "group_size": 32},
-    {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}], ids=str)
-def test_a_model_of_which_nothing_is_quantized(tiny, tmp_path, entries):
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entries}))
-    with pytest.raises(ValueError, match="quantization_config=.* none of its weights is quantized"):
-        LLM(folder, **OPTIONS)
 
 
 def test_random_weights_are_not_quantized(tiny, make_quantized):
@@ -859,7 +534,7 @@ def test_several_ranks(make_quantized, make_gguf, tiny, name):
 
 
 @pytest.mark.parametrize("options", [{}, dict(cpu_offload_gb=1.0)])
-@pytest.mark.parametrize("name", ["awq", "gguf", "int8"])
+@pytest.mark.parametrize("name", ["awq", "gguf", "int8", "FP8"])
 def test_on_a_gpu(make_quantized, tiny, name, options):
     """The same weights, whether they stay on the GPU or on the host."""
     path, asked = tiny, dict(quantization="int8")
@@ -918,7 +593,7 @@ def test_parts_that_do_not_fit_each_other(make_gguf, monkeypatch):
     path, model = make_gguf(["Q8_0"], "Qwen3", **options)
     with LLM(path, **OPTIONS) as llm:
         names = {name for name, module in llm.engine.runner.model.named_modules()
-                 if module in linears_of(llm)}
+                 if module in packed_of(llm)}
         assert "layers.0.self_attn.qkv_proj" not in names
         assert "layers.0.self_attn.o_proj" in names
         assert any("some fused projections are dequantized" in line for line in lines)
@@ -967,27 +642,12 @@ def test_a_packed_weight_of_gguf(kind):
         assert torch.equal(part.rows(torch.arange(70)), wanted)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
-def test_every_format_of_safetensors_stays_packed(make_quantized, name):
-    folder, model = make_quantized(name)
-    with LLM(folder, **OPTIONS) as llm:
-        assert len(linears_of(llm)) == 8 and llm.engine.runner.is_invariant
-        for linear in linears_of(llm):
-            assert not [*linear.parameters()][0].numel()
-        layer, own = llm.engine.runner.model.layers[1], model.model.layers[1]
-        assert torch.equal(layer.mlp.down_proj.weight, own.mlp.down_proj.weight)
-        ups = torch.cat([own.mlp.gate_proj.weight, own.mlp.up_proj.weight])
-        assert torch.equal(layer.mlp.gate_up_proj.weight, ups)
-
-
-@pytest.mark.parametrize("name", ["gptq act-order", "w4a16 act-order"])
-def test_what_has_no_packed_form(make_quantized, caplog, name):
-    """It is dequantized, and fast as other weights are; a line says so, once."""
-    folder, model = make_quantized(name)
+def test_what_has_no_packed_form(make_quantized, caplog):
+    """It is dequantized, and a line says so, once."""
+    folder, _ = make_quantized("gptq act-order")
     compiling.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
-        assert not linears_of(llm) and llm.engine.runner.is_invariant
-        assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
+        assert not packed_of(llm)
     assert [line for line in caplog.messages if "no act-order" in line] == [
         "quantized weights of some matrices are dequantized when they are loaded, since kernels "
         "support no act-order and no scales of more than 15 bits, and need AVX-512 for NF4, groups "
@@ -1032,7 +692,7 @@ def test_mixed_parts_of_gguf(make_gguf, kinds):
     """Each part keeps its format; one with a part in floating point is dequantized."""
     path, model = make_gguf(kinds, "Llama")
     with LLM(path, **OPTIONS) as llm:
-        count = len(linears_of(llm))
+        count = len(packed_of(llm))
         assert count == 9 if "F16" not in kinds else 0 < count < 9
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
 

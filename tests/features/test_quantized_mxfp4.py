@@ -2,7 +2,6 @@
 writes it, and with linears of each expert, as llm-compressor does. transformers' own
 function dequantizes the weights of the model to compare with."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import pytest
 import torch
 import transformers
 from conftest import greedy_reference
-from quantizing import (
-    GREEDY, OPTIONS, PROMPTS, change_config, compressed_config, generated, gguf_name)
-from safetensors.torch import load_file, save_file
+from formats import GREEDY, OPTIONS, PROMPTS, change, change_config, compressed, generated, save
+from quantizing import add_sizes, gguf_name
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -56,53 +54,42 @@ def draw() -> tuple[Any, Numbers]:
     return model, found
 
 
-def write_safetensors(folder: Path, model: Any, numbers: Numbers) -> Path:
-    """In two files, of which one has blocks, and the other exponents."""
+def tensors_of(model: Any, numbers: Numbers) -> dict[str, Tensor]:
     tensors = {name: each for name, each in model.state_dict().items() if name not in numbers}
-    exponents = {}
-    for name, (found, own) in numbers.items():
+    for name, (found, exponents) in numbers.items():
         tensors[f"{name}_blocks"] = found[..., ::2] | found[..., 1::2] << 4
-        exponents[f"{name}_scales"] = own
+        tensors[f"{name}_scales"] = exponents
+    return tensors
+
+
+def write_safetensors(folder: Path, model: Any, numbers: Numbers) -> Path:
     model.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    entries = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
-    (folder / "config.json").write_text(json.dumps(
-        config | dict(architectures=["GptOssForCausalLM"], quantization_config=entries)))
-    files = {"model-1.safetensors": tensors, "model-2.safetensors": exponents}
-    for file, each in files.items():
-        save_file(each, folder / file, metadata={"format": "pt"})
-    index = {name: file for file, each in files.items() for name in each}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    return folder
+    change_config(folder, architectures=["GptOssForCausalLM"], quantization_config=dict(
+        quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"]))
+    return save(folder, tensors_of(model, numbers))
 
 
 def write_linears(folder: Path, model: Any, numbers: Numbers) -> Path:
     """Each expert has its own matrices and biases, with gates and ups apart."""
-    folder = write_safetensors(folder, model, numbers)
-    files = sorted(folder.glob("*.safetensors"))
-    stored = {name: each for file in files for name, each in load_file(file).items()}
     tensors = {}
-    for name, each in stored.items():
+    ends = {"_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+    for name, each in tensors_of(model, numbers).items():
         if "mlp.experts." not in name:
             tensors[name] = each
             continue
         module, own = name.split("experts.")
-        ends = {"_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
         end = next(end for end in ends if own.endswith(end))
         parts = {"down_proj": slice(None)}
         if "gate_up" in own:
             parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
         for part, rows in parts.items():
             for number, matrix in enumerate(each[:, rows]):
-                matrix = matrix.flatten(1) if end == "_blocks" else matrix
-                tensors[f"{module}experts.{number}.{part}.{ends[end]}"] = matrix.contiguous()
-    for file in files:
-        file.unlink()
-    (folder / "model.safetensors.index.json").unlink()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, quantization_config=compressed_config(4, type="float", group_size=32) | {
-        "format": "mxfp4-pack-quantized"})
-    return folder
+                tensors[f"{module}experts.{number}.{part}.{ends[end]}"] = (
+                    matrix.flatten(1) if end == "_blocks" else matrix)
+    model.config.save_pretrained(folder)
+    change_config(folder, architectures=["GptOssForCausalLM"], quantization_config=compressed(
+        4, "mxfp4-pack-quantized", "float", group_size=32))
+    return save(folder, tensors)
 
 
 def write_gguf(folder: Path, model: Any, numbers: Numbers, kind: str = "MXFP4") -> Path:
@@ -110,16 +97,10 @@ def write_gguf(folder: Path, model: Any, numbers: Numbers, kind: str = "MXFP4") 
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "gpt-oss")
     config = model.config
-    writer.add_block_count(2)
-    writer.add_context_length(512)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    add_sizes(writer, config)
     writer.add_key_length(32)
     writer.add_value_length(32)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_sliding_window(16)
     writer.add_expert_feed_forward_length(96)
     writer.add_expert_count(4)
@@ -164,8 +145,6 @@ def add_experts(writer: Any, layer: str, name: str, weight: Tensor, numbers: Num
 
 
 WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf, "linears": write_linears}
-# what these models are quantized by
-METHODS = {"safetensors": "mxfp4", "gguf": "gguf", "linears": "compressed-tensors"}
 
 
 @pytest.fixture(scope="module")
@@ -237,44 +216,24 @@ def test_the_ends_of_a_turn(tmp_path, drawn):
 
 def test_a_matrix_of_an_expert_is_missing(tmp_path, drawn):
     folder = write_safetensors(tmp_path, *drawn)
-    tensors = load_file(folder / "model-1.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_blocks"
-    tensors[name] = tensors[name][:3].contiguous()
-    save_file(tensors, folder / "model-1.safetensors", metadata={"format": "pt"})
+    change(folder, lambda tensors: tensors.update(
+        {name: tensors[name][:3]} if name in tensors else {}))
     with pytest.raises(ValueError, match=r"1.mlp.experts.3.down_proj.weight"):
         LLM(folder, **OPTIONS)
 
 
-@pytest.mark.parametrize("end, change, shape", [
+@pytest.mark.parametrize("end, spoiled, shape", [
     ("scales", lambda each: each[..., ::2], ".4, 64, 3."),
     ("scales", lambda each: each[:, ::2], ".4, 64, 3."),
     ("scales", lambda each: each.float(), ".4, 64, 3."),
     ("scales", lambda each: torch.full_like(each, 255), None),
     ("blocks", lambda each: each[..., ::2], ".4, 64, 3, 16.")])
-def test_damaged_parts(tmp_path, drawn, end, change, shape):
+def test_damaged_parts(tmp_path, drawn, end, spoiled, shape):
     folder = write_safetensors(tmp_path, *drawn)
     name = f"model.layers.1.mlp.experts.down_proj_{end}"
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors:
-            tensors[name] = change(tensors[name]).contiguous()
-            save_file(tensors, file, metadata={"format": "pt"})
+    change(folder, lambda tensors: tensors.update(
+        {name: spoiled(tensors[name])} if name in tensors else {}))
     found = f"U8.* of shape {shape}" if shape else "finite numbers"
     with pytest.raises(ValueError, match=f"{name} in .*is not accepted: it must be {found}"):
         LLM(folder, **OPTIONS)
-
-
-def test_a_model_without_experts(tiny, tmp_path):
-    config = json.loads((Path(tiny) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(
-        config | dict(quantization_config=dict(quant_method="mxfp4"))))
-    (tmp_path / "model.safetensors").symlink_to(Path(tiny) / "model.safetensors")
-    with pytest.raises(ValueError, match="'mxfp4'.* None, since none of its weights is quantized"):
-        LLM(tmp_path, **OPTIONS)
-
-
-@pytest.mark.parametrize("value", ["int8", "gptq"])
-def test_another_quantization_is_refused(tmp_path, drawn, value):
-    folder = write_safetensors(tmp_path, *drawn)
-    with pytest.raises(ValueError, match=f"quantization='{value}' .* None or 'mxfp4', since"):
-        LLM(folder, quantization=value, **OPTIONS)

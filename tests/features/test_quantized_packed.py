@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from formats import TABLES
 from quantizing import PACKED, compare_products, draw
 
+from nanoengine_extras.cpu.packed import QuantizedLinear
 from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.models.quantized import formulas
@@ -59,3 +61,42 @@ def test_a_zero_that_is_moved_stays_small(least, width):
     form = pack(weight, torch.float32).form
     assert form.width == width if HAS_TABLES else form.width in (6, 8)
     compare_products([weight], torch.float32, (1, 4, 9))
+
+
+@pytest.mark.skipif(not HAS_TABLES, reason="other CPUs have no packed form of it")
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables_of_bitsandbytes(kind, dtype):
+    """With scales of 24 bits: each product with a number is rounded once."""
+    weight = formulas.Grouped(
+        torch.randint(16, (192, 512), dtype=torch.uint8), torch.rand(192, 8),
+        groups=torch.arange(512) // 64, bits=4, values=TABLES[kind])
+    compare_products([weight], dtype, (1, 2, 3, 5, 7, 40), bias=torch.randn(192))
+
+
+def fp8(numbers: torch.Tensor, scale: float) -> formulas.Grouped:
+    """With one scale for each output."""
+    scales = torch.full((len(numbers), 1), scale)
+    return formulas.Grouped(numbers, scales, groups=torch.zeros(numbers.shape[1]).long(),
+                            values=formulas.E4M3)
+
+
+def test_every_number_of_fp8():
+    """Also those that are no normal float16."""
+    numbers = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
+    numbers[numbers % 128 == 127] = 126
+    weight = fp8(numbers, 0.5)
+    assert torch.equal(weight.dequantized(), numbers.view(torch.float8_e4m3fn).float() / 2)
+    for dtype in DTYPES:
+        part = pack(weight, dtype)
+        found = part.rows(torch.arange(64))
+        assert torch.equal(found, weight.dequantized())
+        linear = QuantizedLinear([part])
+        unit = torch.eye(256).to(dtype)
+        for rows in (1, 2, 4, 40):
+            assert torch.equal(linear.multiply(unit[-rows:]).float(), found.T[-rows:])
+
+
+def test_what_is_no_number_has_no_packed_form():
+    weight = fp8(torch.full((64, 128), 127, dtype=torch.uint8), 1.0)
+    assert pack(weight, torch.bfloat16) is None and weight.dequantized().isnan().all()

@@ -4,47 +4,37 @@ dequantized weights, which modules have packed weights, and what is dequantized 
 import functools
 import logging
 import re
-import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import formats
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from conftest import ROOT
+from formats import (
+    change, check_packed, compare, modules_of, num_packed, packed_of, with_weights)
+from safetensors.torch import load_file
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "models"), str(ROOT / "tests" / "features")]
+from nanoengine import LLM, SamplingParams
+from nanoengine_extras.cpu import compiling
+from nanoengine_extras.cpu.packed import PackedWeight, QuantizedEmbedding, QuantizedLinear
+from nanoengine_extras.models.quantized import formulas, transformers_linears
+from nanoengine_extras.models.quantized.loading import pack
+from nanoengine_extras.models.quantized.origins import Origin
+from nanoengine_extras.models.transformers_models import check
 
-import compare  # noqa: E402
-from quantizing import FORMATS, REAL, change_config, drawn, in_awq  # noqa: E402
-
-from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine_extras.cpu import compiling  # noqa: E402
-from nanoengine_extras.cpu.packed import (  # noqa: E402
-    PackedWeight, QuantizedEmbedding, QuantizedLinear)
-from nanoengine_extras.models.quantized import (  # noqa: E402
-    formulas, transformers_linears)
-from nanoengine_extras.models.quantized.loading import pack  # noqa: E402
-from nanoengine_extras.models.quantized.origins import Origin  # noqa: E402
-from nanoengine_extras.models.transformers_models import check  # noqa: E402
-
+make_quantized = formats.make_quantized
+# made by llama.cpp's own tools
+REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
 # scales of embeddings and soft caps; a window; fused projections; norms after attention; experts in
 # one tensor each, and in several; Conv1D, positions, a head that is the embedding; biases
 NAMES = ["gemma2", "phi3", "olmo2", "mixtral", "gpt2"]
 MORE = ["gpt_oss", "qwen3_moe", "gemma3 images", "gpt_neox", "opt", "deepseek_v3", "granite"]
 PROMPTS = compare.random_prompts()
-# linears that one product computes
-GATES, ATTENTION = ["gate_proj", "up_proj"], ["q_proj", "k_proj", "v_proj"]
-JOINED = {"gate_up_proj": GATES, "gate_proj": GATES, "q_proj": ATTENTION, "k_proj": ATTENTION,
-          # where blocks are small enough
-          "q_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
-
-
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -56,14 +46,6 @@ def make_llm(folder: Path, **options: Any) -> LLM:
 def tokens(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, compare.GREEDY, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def with_weights(folder: Path, target: Path, weights: dict[str, Tensor]) -> Path:
-    """A copy of a model with other weights."""
-    shutil.copytree(folder, target, dirs_exist_ok=True)
-    weights = {name: weight.contiguous() for name, weight in weights.items()}
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
-    return target
 
 
 @functools.lru_cache(maxsize=1)
@@ -79,9 +61,7 @@ def check_all(llm: LLM, reference: Any) -> None:
     inner = next(child for child in reference.children()
                  if isinstance(child, transformers.PreTrainedModel))
     for own, right in ((model.head, reference), (model.layers, getattr(inner, "decoder", inner))):
-        for name, module in own.named_modules():
-            if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
-                assert torch.equal(module.weight, weight_of(right, name)), name
+        check_packed(own, right)
     assert tokens(llm) == expected(reference)
     prompt = PROMPTS[1]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -90,36 +70,6 @@ def check_all(llm: LLM, reference: Any) -> None:
     logits = reference(torch.tensor([prompt]), use_cache=False).logits[0].double()
     right = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
     torch.testing.assert_close(torch.tensor(found).double(), right, atol=1e-4, rtol=1e-4)
-
-
-def weight_of(model: Any, name: str) -> Tensor:
-    """The weight of a module of transformers' model, or of several side by side; an expert has a
-    part of one."""
-    whole, _, own = name.partition(".experts.experts.")
-    if not own:
-        path, _, last = name.removesuffix(".linear").rpartition(".")
-        owner = model.get_submodule(path)
-        is_one = name.endswith(last) and hasattr(owner, last)
-        parts = [last] if is_one else JOINED[last]
-        return torch.cat([getattr(owner, part).weight for part in parts])
-    number, matrix = own.split(".")
-    return getattr(model.get_submodule(f"{whole}.experts"), matrix)[int(number)]
-
-
-def modules_of(llm: LLM) -> list[Any]:
-    """All modules of transformers' model, and of the engine's in place of some, once each."""
-    model = llm.engine.runner.model
-    parts = model.layers, model.head, model
-    return [*dict.fromkeys(module for part in parts for module in part.modules())]
-
-
-def packed_of(llm: LLM, kind: type = QuantizedLinear) -> list[Any]:
-    return [each for each in modules_of(llm) if isinstance(each, kind)]
-
-
-def num_packed(llm: LLM) -> int:
-    """How many matrices of linears are packed. It depends on the CPU how many of them are one."""
-    return sum(len(each.weights) for each in packed_of(llm))
 
 
 # -------------------------------------------------------------------------- rounded when loaded
@@ -194,30 +144,14 @@ def test_what_transformers_splits_or_writes(folder_of, tmp_path, name):
             assert tokens(llm) == expected(reference)
 
 
-def quantized_experts(folder: Path, target: Path, plain: str) -> tuple[Path, Any]:
-    """A model whose experts are in GPTQ, except for matrices with a name that matches `plain`; and
-    transformers' model with the dequantized weights."""
-    torch.manual_seed(0)
-    weights = load_file(folder / "model.safetensors")
-    stored = dict(weights)
-    _, _, _, symmetric, pack, entries = FORMATS["gptq 4"]
-    for key, weight in weights.items():
-        if ".experts." in key and not re.search(plain, key):
-            *parts, weights[key] = drawn(4, tuple(weight.shape), 32, symmetric, None)
-            del stored[key]
-            stored |= {f"{key.removesuffix('.weight')}.{end}": tensor
-                       for end, tensor in pack(*parts, bits=4, groups=None).items()}
-    found = with_weights(folder, target / "quantized", stored)
-    change_config(found, quantization_config=entries)
-    return found, compare.load_reference(with_weights(folder, target / "plain", weights))
-
-
 @pytest.mark.parametrize("plain", [
     r"down_proj", r"experts\.1\.", *map(slow, (
         r"gate_proj|up_proj", r"experts\.2\.down_proj", r"experts\.0\.gate_proj"))])
-def test_experts_of_which_some_matrices_are_not_quantized(folder_of, tmp_path, plain):
+def test_experts_of_which_some_matrices_are_not_quantized(make_quantized, folder_of, plain):
     """Their kernels have other arguments."""
-    folder, reference = quantized_experts(folder_of("qwen3_moe"), tmp_path, plain)
+    folder, reference = make_quantized(
+        "gptq 4", source=folder_of("qwen3_moe"), is_chosen=lambda name, weight: (
+            ".experts." in name and not re.search(plain, name)))
     with make_llm(folder) as llm:
         assert packed_of(llm)
         check_all(llm, reference)
@@ -272,36 +206,10 @@ def test_what_is_packed(folder_of, caplog, name):
 # ------------------------------------------------------------------------------ other formats
 
 
-@pytest.fixture
-def make_quantized(folder_of, tmp_path):
-    """Writes a model in a format. Returns its folder, and transformers' model with the dequantized
-    weights. As tools do, it leaves out embeddings, heads and routers."""
-
-    def make(name: str, form: str) -> tuple[Path, Any]:
-        bits, size, is_mixed, symmetric, pack, entries = FORMATS[form]
-        torch.manual_seed(0)
-        weights = load_file(folder_of(name) / "model.safetensors")
-        stored = dict(weights)
-        for key, weight in weights.items():
-            if weight.ndim != 2 or any(part in key for part in (
-                    "embed", "wte", "wpe", "lm_head", "gate.weight")):
-                continue
-            # (outputs, inputs) in files, whatever the module has
-            is_conv = name == "gpt2"
-            shape = weight.shape[::-1] if is_conv else weight.shape
-            groups = torch.randperm(shape[1]) // size if is_mixed else None
-            *parts, dequantized = drawn(bits, tuple(shape), size, symmetric, groups)
-            weights[key] = dequantized.T if is_conv else dequantized
-            options = {} if pack is in_awq else dict(bits=bits, groups=groups)
-            del stored[key]
-            stored |= {f"{key.removesuffix('.weight')}.{end}": tensor
-                       for end, tensor in pack(*parts, **options).items()}
-        folder = with_weights(folder_of(name), tmp_path / "quantized", stored)
-        change_config(folder, quantization_config=entries)
-        return folder, compare.load_reference(
-            with_weights(folder_of(name), tmp_path / "plain", weights))
-
-    return make
+def is_layer(name: str, weight: Tensor) -> bool:
+    """Whether tools round it: no embedding, no head, no router."""
+    others = "embed", "wte", "wpe", "lm_head", "gate.weight"
+    return weight.ndim == 2 and not any(part in name for part in others)
 
 
 @pytest.mark.parametrize("name, form", [
@@ -309,10 +217,11 @@ def make_quantized(folder_of, tmp_path):
     ("mixtral", "w4a16 zeros"), ("phi3", "gptq 8"),
     *(slow(name, form) for name in [*NAMES, "gemma3_text"]
       for form in ("gptq 4", "awq", "w4a16", "w8a16", "gptq v2"))])
-def test_every_format(make_quantized, caplog, name, form):
+def test_every_format(make_quantized, folder_of, caplog, name, form):
     """Linears are packed. Embeddings and routers are not quantized, and Conv1D cannot be packed: a
     line says so."""
-    folder, reference = make_quantized(name, form)
+    folder, reference = make_quantized(
+        form, source=folder_of(name), is_chosen=is_layer, is_transposed=name == "gpt2")
     with caplog.at_level(logging.WARNING), make_llm(folder) as llm:
         # a head and routers are not quantized
         assert num_packed(llm) >= PACKED[name][0] - 4 - 3 * (name == "mixtral") or name == "gpt2"
@@ -325,8 +234,8 @@ def test_every_format(make_quantized, caplog, name, form):
 
 
 @pytest.mark.parametrize("form", ["gptq act-order", "w4a16 act-order"])
-def test_what_has_no_packed_form(make_quantized, caplog, form):
-    folder, reference = make_quantized("phi3", form)
+def test_what_has_no_packed_form(make_quantized, folder_of, caplog, form):
+    folder, reference = make_quantized(form, source=folder_of("phi3"), is_chosen=is_layer)
     compiling.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING), make_llm(folder) as llm:
         assert not packed_of(llm)
@@ -432,28 +341,11 @@ def test_bfloat16_is_checked_in_float32(folder_of, monkeypatch, name):
 # ----------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("entries, options, message", [
-    (dict(quant_method="bitsandbytes", load_in_4bit=True), {}, "none of its weights is quantized"),
-    (dict(quant_method="fp8"), dict(quantization="int8"), "None or 'fp8'"),
-    (dict(quant_method="mxfp4"), dict(quantization="int4"), "None or 'mxfp4'"),
-    (dict(quant_method="gptq", bits=5), {}, "quantization_config.bits=5 is not accepted"),
-    (dict(quant_method="gptq", bits=4), dict(quantization="awq"), "None or 'gptq'"),
-    (dict(quant_method="gptq", bits=4), {}, "none of its weights is quantized"),
-    (dict(quant_method="gptq", bits=4), dict(load_format="dummy"), "random weights are not quan"),
-    ({}, dict(quantization="gptq"), "since the model is not quantized")])
-def test_what_is_refused(folder_of, tmp_path, entries, options, message):
-    shutil.copytree(folder_of("phi3"), tmp_path, dirs_exist_ok=True)
-    change_config(tmp_path, quantization_config=entries or None)
-    with pytest.raises(ValueError, match=message):
-        make_llm(tmp_path, **options)
-
-
-def test_a_tensor_that_is_missing(make_quantized):
-    folder, _ = make_quantized("phi3", "awq")
-    weights = load_file(folder / "model.safetensors")
-    gone = next(name for name in weights if "0.mlp.down_proj" in name).rpartition(".")[0]
-    save_file({name: each for name, each in weights.items() if not name.startswith(gone)},
-              folder / "model.safetensors", {"format": "pt"})
+def test_a_tensor_that_is_missing(make_quantized, folder_of):
+    folder, _ = make_quantized("awq", source=folder_of("phi3"), is_chosen=is_layer)
+    gone = "model.layers.0.mlp.down_proj"
+    change(folder, lambda tensors: [
+        tensors.pop(name) for name in [*tensors] if name.startswith(gone)])
     for kernels in (True, False):
         with pytest.raises(ValueError, match=rf"its files lack \['{gone}.weight"):
             make_llm(folder, kernels=kernels)

@@ -8,9 +8,17 @@ weights are dequantized when they are loaded, so they take as much memory as the
 in the log says how much.
 
 It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
-files are read (`ModelRunner.load_model`); a model that transformers computes is read in
-transformers_files.py and transformers_linears.py. GGUF files are read in models/gguf, which needs a
-package: `pip install ".[gguf]"`.
+files are read (`ModelRunner.load_model`).
+
+    methods.py                          which entries of quantization_config are accepted
+    word_files.py, scaled_files.py      formats: functions from a tensor of a file to weights
+    stored.py                           the loop over a file's tensors, and the checks of all
+    formulas.py                         from numbers, scales, zeros and tables to values
+    loading.py                          packs the weights of the engine's decoder
+    transformers_files.py               weights of models that transformers computes, dequantized
+    transformers_linears.py, origins.py                     the same, packed
+
+GGUF files are read in models/gguf, which needs a package: `pip install ".[gguf]"`.
 """
 
 import atexit
@@ -31,22 +39,23 @@ from nanoengine.loader import checkpoint_tensors, weight_files
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
 from nanoengine_extras.models.quantized import methods, transformers_files
-from nanoengine_extras.models.quantized.bitsandbytes_files import open_bitsandbytes
-from nanoengine_extras.models.quantized.expert_files import open_mxfp4
-from nanoengine_extras.models.quantized.mlx_files import open_mlx
-from nanoengine_extras.models.quantized.scaled_files import open_scaled
-from nanoengine_extras.models.quantized.stored import (
-    Index, Opened, open_quantized, open_rounded)
+from nanoengine_extras.models.quantized.scaled_files import scaled
+from nanoengine_extras.models.quantized.stored import Index, Opened, open_file, rounded
+from nanoengine_extras.models.quantized.word_files import bitsandbytes, columns, mlx, mxfp4
 
 BITS = {"int8": 8, "int4": 4}
+# what finds the weights of a file, by the method; `scaled` for others
+FORMS: dict[str, Any] = {
+    "awq": columns, "gptq": columns, "auto-round": columns, "mlx": mlx, "mxfp4": mxfp4,
+    "bitsandbytes": bitsandbytes,
+    **{method: partial(rounded, bits) for method, bits in BITS.items()}}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-KNOWN = (*methods.ROWS,)
 # vLLM's names of methods, most with the name of a kernel
 MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
           **dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed"), "modelopt")}
 CONDITIONS: list[Condition] = [
-    ("quantization", lambda c: c.quantization in (*BITS, *KNOWN, *MARLIN),
-     f"'int8', 'int4' or None, or what the model has: {', '.join(KNOWN)}"),
+    ("quantization", lambda c: c.quantization in (*BITS, *methods.ROWS, *MARLIN),
+     f"'int8', 'int4' or None, or what the model has: {', '.join(methods.ROWS)}"),
     ("load_format", lambda c: c.load_format != "dummy",
      "another one with quantization={quantization!r}, since random weights are not quantized")]
 
@@ -103,18 +112,64 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
 
     Raises ValueError for a model that cannot be read, or is not quantized as `quantization` says.
     """
-    config = runner.config
-    is_own = runner.model_config.model_type in FAMILIES
-    in_config = getattr(runner.model_config, "quantization_config", None)
-    entries = methods.with_method(in_config or {})
+    model_config = runner.model_config
+    is_own = model_config.model_type in FAMILIES
+    entries = methods.with_method(getattr(model_config, "quantization_config", None) or {})
+    method = method_of(runner.config, entries, folder)
+    files = weight_files(folder)
+    with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
+        open_file = choose_opener(method, entries, folder)
+        opened = {file: open_file(file) for file in files}
+    for file, each in opened.items():
+        for name, tensor in each.items():
+            tensor.load = naming(f"{name} in {file}")(tensor.load)
+    if is_own:
+        drop_empty_biases(opened.values(), model_config)
+    tensors = transformers_files.tensors_of(opened)
+    is_quantized = any(tensor.is_quantized for tensor in tensors.values())
+    # a GGUF can be in floating point, and some models are quantized only as to their cache
+    if not is_quantized and method != "gguf" and not entries.get("kv_cache_scheme"):
+        raise rejected("the model's quantization_config", entries,
+                       "None, since none of its weights is quantized")
+    if left_out := methods.left_out(entries):
+        logger.warning(
+            f"{', '.join(sorted(left_out))} of the model's quantization_config are left out: "
+            f"activations and the KV cache stay in {str(runner.dtype)[6:]}")
+    found: dict[str, Any] = {"opened": lambda file, framework: opened[file]}
+    if not is_own:
+        found = {"read": partial(transformers_files.load, tensors)}
+    stored = sum(file.stat().st_size for file in files)
+    count = sum(prod(tensor.shape) for tensor in tensors.values())
+    if not stays_packed(runner):
+        logger.warning(
+            f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "
+            f"files become {count * runner.dtype.itemsize / 2**20:,.1f} MiB of "
+            f"{str(runner.dtype)[6:]}")
+        return found
+    # packed weights have to fit, which take at least this many bytes
+    size = count * BITS[method] // 8 if method in BITS else stored
+    also_check("memory", [torch.empty(size, dtype=torch.uint8, device="meta")], "cpu")
+    if not is_own:
+        from nanoengine_extras.models.quantized.transformers_linears import load_packed
+        return {"read": partial(load_packed, tensors), "is_packed": True}
+    from nanoengine_extras.models.quantized.loading import Loading
+    if model_config.tie_word_embeddings and share(opened):
+        # so the loader finds both
+        model_config.tie_word_embeddings = False
+    loading = Loading(runner.dtype)
+    return found | {"place": loading.place, "read": loading.read}
+
+
+def method_of(config: EngineConfig, entries: dict[str, Any], folder: Path) -> str:
+    """Returns by which method a model is, or will be quantized. Raises ValueError for one that is
+    not read, and if `quantization` says another."""
     if entries:
         methods.check(entries)
     elif (beside := folder / "hf_quant_config.json").is_file():
         raise ValueError(f"{beside}: ModelOpt's folders of 2024 are not read: {methods.INSTEAD}")
-    given = config.quantization or ""
-    given = MARLIN.get(given, given)
+    given = MARLIN.get(config.quantization or "", config.quantization)
     method: Any = entries.get("quant_method", given)
-    if given not in ("", method):
+    if given and given != method:
         raise rejected("quantization", config.quantization,
                        f"None or {method!r}, since the model is quantized already")
     if not entries and method not in BITS:
@@ -123,43 +178,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if config.load_format == "dummy":
         raise rejected("the model's quantization_config", entries, "None with "
                        "load_format='dummy', since random weights are not quantized")
-    files = weight_files(folder)
-    with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
-        open_file = choose_opener(method, entries, folder)
-        opened = {file: open_file(file) for file in files}
-    for file, each in opened.items():
-        for name, tensor in each.items():
-            tensor.load = naming(f"{name} in {file}")(tensor.load)
-    tensors = transformers_files.tensors_of(opened)
-    kinds = {tensor.kind for tensor in tensors.values() if tensor.is_quantized}
-    # a GGUF can be in floating point, and some models are quantized only as to their cache
-    if not kinds and method != "gguf" and not methods.has_rounded_cache(entries):
-        raise rejected("the model's quantization_config", entries,
-                       "None, since none of its weights is quantized")
-    if left_out := methods.left_out(entries):
-        logger.warning(
-            f"{', '.join(sorted(left_out))} of the model's quantization_config are left out: "
-            f"activations and the KV cache stay in {str(runner.dtype)[6:]}")
-    if is_own:
-        drop_empty_biases(opened.values(), runner.model_config)
-    found: dict[str, Any] = {"opened": lambda file, framework: opened[file]}
-    tensors = transformers_files.tensors_of(opened)
-    if not is_own:
-        found = {"read": partial(transformers_files.load, tensors)}
-    stored, count = sizes_of(files, opened.values())
-    if not stays_packed(runner):
-        log_costs(stored, count, runner.dtype)
-        return found
-    check_memory(count * BITS[method] // 8 if method in BITS else stored)
-    if not is_own:
-        from nanoengine_extras.models.quantized.transformers_linears import load_packed
-        return {"read": partial(load_packed, tensors), "is_packed": True}
-    from nanoengine_extras.models.quantized.loading import Loading
-    if runner.model_config.tie_word_embeddings and share(opened):
-        # so the loader finds both
-        runner.model_config.tie_word_embeddings = False
-    loading = Loading(runner.dtype)
-    return found | {"place": loading.place, "read": loading.read}
+    return method
 
 
 def stays_packed(runner: ModelRunner) -> bool:
@@ -195,30 +214,4 @@ def choose_opener(method: str, entries: dict[str, Any],
     if method == "gguf":
         from nanoengine_extras.models.gguf.files import open_gguf
         return partial(open_gguf, folder, entries)
-    if method in BITS:
-        return partial(open_rounded, BITS[method])
-    index = Index(weight_files(folder))
-    others: Any = {"mxfp4": open_mxfp4, "bitsandbytes": open_bitsandbytes}
-    if method in others:
-        return partial(others[method], index)
-    columns = dict.fromkeys(("awq", "gptq", "auto-round"), open_quantized)
-    return partial((columns | {"mlx": open_mlx}).get(method, open_scaled), index, entries)
-
-
-def sizes_of(files: list[Path], opened: Iterable[Opened]) -> tuple[int, int]:
-    """Returns the size of some files in bytes, and how many numbers they have."""
-    return (sum(file.stat().st_size for file in files),
-            sum(prod(tensor.shape) for tensors in opened for tensor in tensors.values()))
-
-
-def check_memory(num_bytes: int) -> None:
-    """Raises ValueError if packed weights, of at least this many bytes, do not fit into memory."""
-    weights = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-    also_check("memory", [weights], "cpu")
-
-
-def log_costs(stored: int, count: int, dtype: torch.dtype) -> None:
-    """Logs how much memory the dequantized weights take."""
-    logger.warning(
-        f"quantized weights are dequantized when they are loaded: {stored / 2**20:,.1f} MiB of "
-        f"files become {count * dtype.itemsize / 2**20:,.1f} MiB of {str(dtype)[6:]}")
+    return partial(open_file, FORMS.get(method, scaled), Index(weight_files(folder), entries))

@@ -123,6 +123,11 @@ def gptq(qweight: Tensor, qzeros: Tensor, scales: Tensor, bits: int, version: in
     return Grouped(unpack(qweight, bits, 0).T, scales.T, zeros, bits=max(4, bits))
 
 
+def nibbles(words: Tensor) -> Tensor:
+    """Returns the two numbers in each byte of a matrix, the one in the lower bits first."""
+    return torch.stack((words & 15, words >> 4), -1).flatten(1)
+
+
 def bits_in(packed: Tensor, inputs: int) -> int:
     return 8 if 4 * packed.shape[1] >= inputs else 4
 
@@ -148,12 +153,13 @@ def compressed(packed: Tensor, scale: Tensor, shape: list[int],
 
 
 def mxfp4(numbers: Tensor, exponents: Tensor) -> Grouped:
-    """Groups of 32 inputs, (outputs, inputs) and (outputs, groups) uint8: a number is an FP4 code
+    """Groups of 32 inputs, (outputs, inputs) uint8 and (outputs, groups): a number is an FP4 code
     (e2m1), and an exponent e means 2^(e - 127). The table has doubled values, which are whole
     numbers, so scales are half as large.
 
     Source: OCP Microscaling Formats (MX) Specification 1.0
     """
+    exponents = exponents.view(torch.uint8)
     scales = (exponents - 1).view(torch.float8_e8m0fnu)
     # the smallest and the largest have no such scale
     if ((exponents < 2) | (exponents == 255)).any():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanoengine_extras.cpu.compiling import warn_once
 from nanoengine_extras.cpu.memory import in_huge_pages
 from nanoengine_extras.cpu.modules import GatedMLP, PackedLinear, kind_of
-from nanoengine_extras.cpu.packed import PackedWeight, QuantizedEmbedding, QuantizedLinear
+from nanoengine_extras.cpu.packed import PackedWeight, QuantizedEmbedding
 from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.stored import Stored
 
@@ -46,10 +46,18 @@ def read_part(tensor: Stored, dtype: torch.dtype,
     return found.to(dtype)
 
 
-def one_linear(parts: list[Any], halves: int = 1) -> QuantizedLinear | None:
-    """Returns a linear with the rows of some parts, if one product can compute them all."""
-    are_packed = all(isinstance(part, PackedWeight) for part in parts)
-    return PackedWeight.linear(parts, halves) if are_packed else None
+def packed_module(module: Any, parts: list[Any], halves: int = 1) -> Any:
+    """Returns a module for the place of another, with the rows of some parts. Returns None if these
+    are not packed, or if one product cannot compute them all."""
+    if not all(isinstance(part, PackedWeight) for part in parts):
+        return None
+    if isinstance(module, nn.Embedding):
+        is_plain = type(module).forward is nn.Embedding.forward
+        return QuantizedEmbedding(parts[0], None if is_plain else module)
+    found = PackedWeight.linear(parts, halves)
+    if found is not None:
+        found.bias = getattr(module, "bias", None)
+    return found
 
 
 def one_matrix(parts: list[Any]) -> nn.Parameter:
@@ -122,18 +130,12 @@ class Loading:
         parts = [place.parts[first] for first in sorted(place.parts)]
         if sum(part.shape[0] for part in parts) < module.weight.shape[0]:
             return
-        found: Any = None
-        if not isinstance(module, nn.Embedding):
-            found = one_linear(parts, place.halves)
-        elif isinstance(parts[0], PackedWeight):
-            found = QuantizedEmbedding(parts[0])
-        if found is None:
+        found = packed_module(module, parts, place.halves)
+        if found is not None:
+            setattr(place.parent, place.name, found)
+        else:
             if any(isinstance(part, PackedWeight) for part in parts):
                 warn_once("quantized weights of some fused projections are dequantized when they "
                           "are loaded, since one product cannot combine all of their parts")
             module.weight = one_matrix(parts)
-        else:
-            if isinstance(found, QuantizedLinear):
-                found.bias = module.bias
-            setattr(place.parent, place.name, found)
         place.parts.clear()

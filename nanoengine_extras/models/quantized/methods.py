@@ -29,8 +29,6 @@ BLOCKS = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128,
 ALGORITHMS = ["", *BLOCKS, "MIXED_PRECISION"]
 # GPTQ's bits
 BITS = [2, 3, 4, 8]
-# MLX's bits
-MLX_BITS = [2, 3, 4, 5, 6, 8]
 # the format of AutoRound's files
 PACKING = {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto": "gptq",
            "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
@@ -97,11 +95,6 @@ def blocks_in(c: dict[str, Any]) -> list[tuple[int, int]]:
     return [*dict.fromkeys(sum(inner, [*filter(None, given)][:1]))]
 
 
-def has_rounded_cache(c: dict[str, Any]) -> bool:
-    """Whether the entries ask for a KV cache of few bits."""
-    return bool(c.get("kv_cache_scheme"))
-
-
 def modelopt_rows(c: dict[str, Any]) -> Iterator[Row]:
     # of 2024
     yield "quantization", c.get("quantization"), [None]
@@ -134,7 +127,7 @@ def mlx_rows(c: dict[str, Any]) -> Iterator[Row]:
     others = {f"{name}.": each for name, each in c.items() if isinstance(each, dict)}
     for name, each in ({"": c} | others).items():
         yield f"{name}mode", each.get("mode", "affine"), ["affine"]
-        yield f"{name}bits", each.get("bits"), MLX_BITS
+        yield f"{name}bits", each.get("bits"), [2, 3, 4, 5, 6, 8]
         yield f"{name}group_size", each.get("group_size"), [32, 64, 128]
 
 

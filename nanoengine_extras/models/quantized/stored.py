@@ -23,10 +23,9 @@ PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 # types of packed numbers and of places, of scales, and of scales that are powers of two
 WORDS, INTEGERS, FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32")
 EXPONENTS = ("U8", "F8_E8M0")
-# of weights of AWQ and GPTQ
-PARTS = ("qweight", "qzeros", "scales", "g_idx")
 Kinds = tuple[str, ...]
 Shapes = Sequence[Sequence[int]]
+Layouts = dict[tuple[int, int], tuple[int, Tensor]]
 # the prefix of the type of tensors that are quantized when they are read
 ROUNDED = "rounded"
 
@@ -36,14 +35,16 @@ class Stored:
 
     kind: the type in which it is stored, for messages.
     load: returns it whole, in floating point or as numbers and scales.
-    matrices: itself, or the matrices of which it consists.
+    parts: if it has three dimensions, the matrices of files whose rows each of its own consists of.
     """
 
-    def __init__(self, kind: str, shape: list[int], load: Callable[[], Tensor | Grouped]) -> None:
+    def __init__(self, kind: str, shape: list[int], load: Callable[[], Tensor | Grouped],
+                 parts: "list[list[Stored]] | None" = None) -> None:
         self.kind = kind
         self.shape = shape
         self.load = load
-        self.matrices = [self]
+        self.parts = parts
+        self.matrices: list[Stored] = sum(parts, []) if parts else [self]
 
     def read(self) -> Tensor:
         """Returns the whole tensor, in floating point."""
@@ -71,10 +72,19 @@ class Opened(dict[str, Stored]):
         return self[name]
 
 
-class Index:
-    """Where the tensors of safetensors are: parts of one weight can be in several files."""
+# what the files' tensor of a name becomes: itself, a weight of which it is a part, or nothing
+Found = dict[str, Stored]
 
-    def __init__(self, files: list[Path]) -> None:
+
+class Index:
+    """Where the tensors of safetensors are: parts of one weight can be in several files.
+
+    entries: of the model's quantization_config; blocks: see `methods.blocks_in`
+    """
+
+    def __init__(self, files: list[Path], entries: dict[str, Any] | None = None) -> None:
+        self.entries = entries or {}
+        self.blocks = methods.blocks_in(self.entries)
         self.files: dict[str, Path] = {}
         for file in files:
             with naming(file):
@@ -110,109 +120,45 @@ class Index:
         # as in `read`
         with torch.device("cpu"):
             found = stored[...] if number is None else stored[number]
-        is_exponent = kind == "U8" and kinds[-2:] == EXPONENTS
-        values = found.view(torch.float8_e8m0fnu) if is_exponent else found
-        if values.is_floating_point() and not values.float().isfinite().all():
+        if kind == "U8" and kinds[-2:] == EXPONENTS:
+            found = found.view(torch.float8_e8m0fnu)
+        if found.is_floating_point() and not found.float().isfinite().all():
             raise rejected(where, "inf or nan", "finite numbers")
         # the shape in the file comes first
         first = min(fitting, key=lambda each: [*each] != shape)
         return found.reshape(first if number is None else first[1:])
+
+    def layouts(self, shape: Sequence[int], order_name: str) -> Layouts:
+        """Returns all shapes that the scales of a matrix can have, and for each, how many outputs
+        have one scale, and the group of each input. The last ones can be fewer.
+
+        order_name: of a tensor with the group of each input; -1: the tool has not filled it
+        """
+        *experts, outputs, inputs = shape
+        order = self.find(order_name, INTEGERS, [(inputs,)])
+        if order is not None and order.max() < 0:
+            order = None
+        if order is not None and {*range(len(order.unique()))} != {*order.tolist()}:
+            raise rejected("g_idx", order.tolist(), "from 0 on, with no group left out")
+        found: Layouts = {}
+        # if nothing is said: one for all, for each output, or for each input of transposed experts
+        for rows, columns in self.blocks or [(0, 0), (1, 0), *[(0, 1)] * len(experts)]:
+            rows = rows or outputs
+            groups = torch.arange(inputs) // (columns or inputs) if order is None else order
+            found.setdefault((-(-outputs // rows), int(groups.max()) + 1), (rows, groups))
+        return found
 
 
 def without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-# ------------------------------------------------------------- by the method of quantization
-
-
-def layouts_of(shape: Sequence[int], blocks: list[tuple[int, int]],
-               order: Tensor | None = None) -> dict[tuple[int, int], tuple[int, Tensor]]:
-    """Returns all shapes that the scales of a matrix can have, and for each, how many outputs have
-    one scale, and the group of each input. The last ones can be fewer.
-
-    blocks: see `methods.blocks_in`
-    order: the group of each input, if the files say it; -1: the tool has not filled it
-    """
-    *experts, outputs, inputs = shape
-    if order is not None and order.max() < 0:
-        order = None
-    if order is not None and {*range(len(order.unique()))} != {*order.tolist()}:
-        raise rejected("g_idx", order.tolist(), "from 0 on, with no group left out")
-    found: dict[tuple[int, int], tuple[int, Tensor]] = {}
-    # if nothing is said: one for all, for each output, or for each input of transposed experts
-    for rows, columns in blocks or [(0, 0), (1, 0), *[(0, 1)] * len(experts)]:
-        rows = rows or outputs
-        groups = torch.arange(inputs) // (columns or inputs) if order is None else order
-        found.setdefault((-(-outputs // rows), int(groups.max()) + 1), (rows, groups))
-    return found
-
-
-def open_quantized(index: Index, entries: dict[str, Any], file: Path) -> Opened:
-    """Returns the tensors of a file of AWQ or GPTQ, with one weight instead of its parts."""
+def open_file(form: Callable[[Index, str, Stored], Found], index: Index, file: Path) -> Opened:
+    """Returns the tensors of a file, with weights in place of their parts."""
     opened = Opened()
-    kind, bits = methods.gptq_format(entries), methods.bits_of(entries)
-    blocks = methods.blocks_in(entries)
     for name, tensor in plain(file).items():
-        module, _, part = name.rpartition(".")
-        if part == "qweight":
-            if tensor.kind not in WORDS:
-                raise rejected(f"{name} in {file}", tensor.kind, f"of type {WORDS[0]}")
-            shape = shape_of(index, module, tensor.shape, kind, bits)
-            opened[f"{module}.weight"] = Stored(part, shape, partial(
-                read_columns, index, module, shape, kind, blocks))
-        elif part not in PARTS:
-            opened[name] = tensor
+        opened |= form(index, name, tensor)
     return opened
-
-
-def shape_of(index: Index, module: str, words: list[int], kind: str, bits: set[int]) -> list[int]:
-    """Returns the shape of a weight of AWQ or GPTQ. words: the shape of its packed numbers"""
-    rows, columns = words
-    if kind == "awq":
-        return [8 * columns, rows]
-    name = f"{module}.qzeros"
-    zeros = index.slice_of(name).get_shape()
-    # modules can differ in their bits, which only zeros show
-    widths = {-(-columns * each // 32): each for each in bits}
-    if zeros[-1] not in widths:
-        known = " or ".join(f"[groups, {width}]" for width in widths)
-        raise rejected(f"{name} in {index.files[name]}", zeros, f"{WORDS[0]} of shape {known}")
-    return [columns, 32 * rows // widths[zeros[-1]]]
-
-
-def read_columns(index: Index, module: str, shape: list[int], kind: str,
-                 blocks: list[tuple[int, int]]) -> Grouped:
-    """Reads a weight of AWQ or GPTQ: its zeros and scales are (groups, outputs)."""
-    outputs, inputs = shape
-    words = index.read(f"{module}.qweight")
-    layouts = layouts_of(shape, blocks, index.find(f"{module}.g_idx", INTEGERS, [(inputs,)]))
-    scales = index.part(f"{module}.scales", FLOATS, [
-        (groups, outputs) for rows, groups in layouts if rows == outputs])
-    zeros = index.part(f"{module}.qzeros", WORDS, [(len(scales), -(-words.numel() // inputs))])
-    bits, version = 32 * len(words) // inputs, 2 if kind == "gptq_v2" else 1
-    found = (formulas.awq(words, zeros, scales) if kind == "awq"
-             else formulas.gptq(words, zeros, scales, bits, version))
-    return found._replace(groups=layouts[outputs, len(scales)][1])
-
-
-def open_rounded(bits: int, file: Path) -> Opened:
-    """Returns the tensors of a safetensors file, with matrices rounded to `bits` bits. Tensors with
-    the matrices of many experts are rounded, too."""
-
-    def read(tensor: Stored) -> Tensor | Grouped:
-        weight = tensor.read()
-        found = formulas.rounded(weight.flatten(0, -2), bits)
-        return found if weight.ndim == 2 else found.dequantized().view(weight.shape)
-
-    def opened(name: str, tensor: Stored) -> Stored:
-        is_float = tensor.kind.startswith(("F", "BF"))
-        # vectors, of norms and biases, are few numbers
-        if len(tensor.shape) < 2 or name.endswith("bias") or not is_float:
-            return tensor
-        return Stored(f"{ROUNDED} {tensor.kind}", tensor.shape, partial(read, tensor))
-
-    return Opened({name: opened(name, tensor) for name, tensor in plain(file).items()})
 
 
 def plain(file: Path) -> Opened:
@@ -229,3 +175,18 @@ def plain(file: Path) -> Opened:
 
 def copied(index: Index, name: str) -> Tensor:
     return index.read(name).clone()
+
+
+def rounded(bits: int, index: Index, name: str, tensor: Stored) -> Found:
+    """Matrices are rounded to numbers of some bits when they are read; those of experts, too."""
+    # vectors, of norms and biases, are few numbers
+    is_float = tensor.kind.startswith(("F", "BF"))
+    if len(tensor.shape) < 2 or name.endswith("bias") or not is_float:
+        return {name: tensor}
+
+    def read() -> Tensor | Grouped:
+        weight = tensor.read()
+        found = formulas.rounded(weight.flatten(0, -2), bits)
+        return found if weight.ndim == 2 else found.dequantized().view(weight.shape)
+
+    return {name: Stored(f"{ROUNDED} {tensor.kind}", tensor.shape, read)}

@@ -2,16 +2,25 @@
 
 transformers fills a model by its own rules: it renames tensors, ties them, and merges those of
 experts. It gets them as a dict, in which each is dequantized when it is read.
+
+Experts can have a matrix each in a file, where transformers has one tensor for a layer. In gpt-oss,
+the outputs of gates and ups are interleaved, and matrices are transposed:
+
+    files     experts.0.gate_proj, experts.0.up_proj, …: (outputs, inputs) each; biases (outputs,)
+              of each expert, in a GGUF (experts, outputs)
+    here      experts.gate_up_proj, gate_up_proj_bias: outputs of gates and ups interleaved,
+              (experts, inputs, outputs), as transformers has them; (experts, outputs)
 """
 
 import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from nanoengine_extras.models.quantized import methods
-from nanoengine_extras.models.quantized.expert_files import add_experts
+from nanoengine_extras.models.quantized import formulas, methods
+from nanoengine_extras.models.quantized.formulas import Grouped
 from nanoengine_extras.models.quantized.stored import ROUNDED, Opened, Stored
 
 
@@ -56,7 +65,7 @@ def without_quantization(config: Any) -> Any:
 
 def in_order(tensors: Opened, kind: Any, config: Any) -> Opened:
     """Returns the tensors in the form of the model's. GPT-2's Conv1D has (inputs, outputs), and a
-    quantized file (outputs, inputs). For experts, see expert_files.py."""
+    quantized file (outputs, inputs)."""
     found = Opened(tensors)
     # its other matrices are like quantized ones
     entries = vars(config).get("quantization_config") or {}
@@ -99,6 +108,68 @@ def in_one(parts: list[Stored]) -> Stored:
 
 def transposed(stored: Stored) -> Stored:
     return Stored(stored.kind, stored.shape[::-1], lambda: stored.read().T.contiguous())
+
+
+def stacked(parts: list[list[Stored]], is_transposed: bool) -> Stored:
+    """Returns the matrices of a layer's experts as one tensor, (experts, outputs, inputs).
+
+    parts: for each expert, matrices (outputs, inputs), whose rows are concatenated
+    is_transposed: whether the tensor is (experts, inputs, outputs)
+    """
+    shape = [sum(each.shape[0] for each in parts[0]), parts[0][0].shape[1]]
+    shape = [len(parts), *(shape[::-1] if is_transposed else shape)]
+
+    def load() -> Tensor:
+        found = torch.empty(shape, dtype=torch.float32)
+        for to, own in zip(found.mT if is_transposed else found, parts):
+            to.copy_(torch.cat([each.read() for each in own]))
+        return found
+
+    return Stored(parts[0][0].kind, shape, load, parts)
+
+
+def in_turn(first: Stored, second: Stored, dim: int = 0) -> Stored:
+    """Interleaves the rows of two tensors, or their columns if `dim` is 1."""
+    def load() -> Tensor | Grouped:
+        if first.is_quantized and first.kind == second.kind:
+            both: Any = first.load(), second.load()
+            return formulas.in_turn(*both)
+        return torch.stack((first.read(), second.read()), dim + 1).flatten(dim, dim + 1)
+
+    shape = [*first.shape]
+    shape[dim] *= 2
+    return Stored(first.kind, shape, load)
+
+
+def add_experts(tensors: Opened, module: Any, name: str) -> None:
+    """Replaces the matrices of experts by the tensors that a module has for all of them.
+
+    name: of the module, in the files
+    """
+    def take(part: str, end: str = "weight") -> list[Stored]:
+        return [tensors.pop(f"{name}.{i}.{part}.{end}") for i in range(module.num_experts)]
+
+    def biases(part: str) -> Stored:
+        if f"{name}.{part}.bias" in tensors:
+            return tensors.pop(f"{name}.{part}.bias")
+        parts = take(part, "bias")
+        return Stored("F32", [len(parts), *parts[0].shape],
+                      lambda: torch.stack([each.read() for each in parts]))
+
+    is_transposed = getattr(module, "is_transposed", False)
+    if f"{name}.0.down_proj.weight" not in tensors:
+        return
+    if f"{name}.0.gate_proj.weight" not in tensors:
+        both = [[each] for each in take("gate_up_proj")]
+    elif not getattr(module, "is_concatenated", True):
+        both = [[in_turn(*each)] for each in zip(take("gate_proj"), take("up_proj"))]
+        tensors[f"{name}.gate_up_proj_bias"] = in_turn(biases("gate_proj"), biases("up_proj"), 1)
+        tensors[f"{name}.down_proj_bias"] = biases("down_proj")
+    else:
+        both = [[*each] for each in zip(take("gate_proj"), take("up_proj"))]
+    down = [[each] for each in take("down_proj")]
+    tensors[f"{name}.gate_up_proj"] = stacked(both, is_transposed)
+    tensors[f"{name}.down_proj"] = stacked(down, is_transposed)
 
 
 def tensors_of(opened: dict[Any, Opened]) -> Opened:

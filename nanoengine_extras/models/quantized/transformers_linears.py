@@ -27,9 +27,8 @@ from nanoengine.errors import logger
 from nanoengine.features import extension, is_installed
 from nanoengine_extras.cpu.memory import SharedPages, release_memory
 from nanoengine_extras.cpu.modules import PackedLinear, kind_of
-from nanoengine_extras.cpu.packed import PackedWeight, QuantizedEmbedding, QuantizedLinear
-from nanoengine_extras.models.quantized.expert_files import Matrices
-from nanoengine_extras.models.quantized.loading import one_linear, one_matrix, read_part
+from nanoengine_extras.cpu.packed import QuantizedLinear
+from nanoengine_extras.models.quantized.loading import one_matrix, packed_module, read_part
 from nanoengine_extras.models.quantized.origins import Origin
 from nanoengine_extras.models.quantized.stored import Opened, Stored
 from nanoengine_extras.models.quantized.transformers_files import (
@@ -96,9 +95,9 @@ def load_packed(tensors: Opened, kind: Any, folder: object, config: Any, dtype: 
 def origin_of(tensor: Stored, dtype: torch.dtype) -> Any:
     """Returns the substitute that transformers gets for a tensor: the tensor itself if it is a
     vector."""
-    if isinstance(tensor, Matrices):
-        return Origin(tensor.shape, dtype, tensor.parts)
-    return Origin(tensor.shape, dtype, [tensor]) if len(tensor.shape) == 2 else tensor
+    if tensor.parts or len(tensor.shape) == 2:
+        return Origin(tensor.shape, dtype, tensor.parts or [tensor])
+    return tensor
 
 
 def parts_of(experts: Any) -> list[list[Stored]]:
@@ -141,9 +140,9 @@ def linear_of(space: Callable, dtype: torch.dtype, is_gated: bool,
     product can compute them all. is_gated: whether the product of gates and ups becomes SwiGLU"""
     parts = [read_part(each, dtype, space) for each in tensors]
     outputs = [each.shape[0] for each in tensors]
-    found: nn.Linear | None = None
+    found: Any = None
     if len({*outputs}) == 1:
-        found = one_linear(parts, len(parts) if is_gated else 1)
+        found = packed_module(None, parts, len(parts) if is_gated else 1)
     if found is None:
         found = nn.Linear(tensors[0].shape[1], sum(outputs), bias=False, device="meta")
         found.weight = one_matrix(parts)
@@ -163,14 +162,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, others: Others) -> 
     if isinstance(weight, Tensor):
         put(places, weight)
         return True
-    for module, _ in places:
-        if isinstance(module, nn.Linear):
-            linear: Any = PackedWeight.linear([weight])
-            linear.bias = module.bias
-            others[module] = linear
-        else:
-            is_plain = type(module).forward is nn.Embedding.forward
-            others[module] = QuantizedEmbedding(weight, None if is_plain else module)
+    others.update((module, packed_module(module, [weight])) for module, _ in places)
     return True
 
 
