@@ -56,7 +56,7 @@ def packed_module(module: Any, parts: list[Any], halves: int = 1) -> Any:
         return QuantizedEmbedding(parts[0], None if is_plain else module)
     found = PackedWeight.linear(parts, halves)
     if found is not None:
-        found.bias = getattr(module, "bias", None)
+        found.bias = getattr(module, "bias", None)  # type: ignore
     return found
 
 
