@@ -108,8 +108,6 @@ REFUSED = [
         (dict(architectures=None), "architectures"), (dict(hidden_act="gelu"), "hidden_act"),
         (dict(rope_parameters=DYNAMIC), "rope_type"),
         (dict(rope_parameters=PARTIAL), "partial_rotary_factor"),
-        (dict(layer_types=["sliding_attention"] * 2, architectures=["LlamaForCausalLM"],
-              model_type="llama"), "layer_types"),
         (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
         (dict(num_key_value_heads=3), "num_attention_heads"),
         (dict(num_key_value_heads=8), "num_attention_heads"),
