@@ -252,8 +252,9 @@ def make(name: str) -> transformers.PreTrainedModel:
 def parts(place: str, weight: Tensor, arch: str, config: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the file that have the numbers of a weight: views, in their order."""
     module, _, own = place.rpartition(".")
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    count = heads.get(module.rpartition(".")[2]) if arch in PERMUTED else None
+    heads = {} if arch not in PERMUTED else {
+        "q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = heads.get(module.rpartition(".")[2])
     if count:
         yield place, weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2)
     elif place.endswith("kv_b_proj.weight"):
