@@ -211,6 +211,10 @@ class Metrics(Feature):
                     f"{config.block_size} tokens hold {most:.1f} requests of "
                     f"{runner.max_model_len} tokens at once")
         if config.device == "cpu" and hasattr(runner, "model"):
+            is_known = runner.dtype == torch.bfloat16 and runner.kernels.empty_cache
+            if is_known and not runner.kernels.has_bfloat16():
+                logger.warning("this CPU has no instructions for bfloat16, and is faster with "
+                               "dtype='float32'")
             self.log_pages(sum(weights.nbytes for weights in runner.model.parameters()))
 
     def log_pages(self, num_bytes: int) -> None:

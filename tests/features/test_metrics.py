@@ -9,6 +9,7 @@ from conftest import GREEDY, generate, random_prompts
 from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.kernels import kernels
 from nanoengine_extras.running.metrics import metrics_of
 
 
@@ -18,6 +19,16 @@ def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
     assert "3/3" in last
     found = re.search(r"(\d+) output tokens/s", last)
     assert found and int(found[1]) > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_a_cpu_without_bfloat16_is_told(make_llm, caplog, monkeypatch, dtype, has_instructions):
+    monkeypatch.setattr("nanoengine.model_runner.kernels", lambda *options: kernels(
+        *options)._replace(has_bfloat16=lambda: has_instructions))
+    with make_llm(num_kv_blocks=8, max_model_len=64, dtype=dtype):
+        is_slow = dtype == "bfloat16" and not has_instructions
+        assert ("dtype='float32'" in caplog.text) == is_slow
 
 
 def test_weights_that_are_not_in_huge_pages_are_told(make_llm, caplog, monkeypatch):
