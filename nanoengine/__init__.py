@@ -28,7 +28,8 @@ The rest is input, options and results:
     kernels.py          finds the libraries of fast kernels
     __main__.py         `python -m nanoengine` starts the terminal of nanoengine_extras
 
-The engine needs no other package in this repository.
+The engine needs no other package in this repository. A file that is named in comments but not here,
+such as guards.py, is an optional feature in nanoengine_extras.
 """
 
 import os

@@ -82,7 +82,7 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, parent: Sequence | None = None) -> bool:
         """Whether there are enough free blocks to `allocate`."""
         shared = self.find_shared(seq, parent)
-        # a free block that is shared does not save one: it is itself no longer free
+        # sharing a used block saves a free one; a cached block is itself free until it is shared
         num_saved = sum(block not in self.free for block in shared)
         return self.num_blocks_to_hold(seq) - num_saved <= len(self.free)
 
@@ -90,8 +90,9 @@ class BlockManager:
         """Gives a sequence its blocks (`num_blocks_to_hold`).
 
         It first shares existing blocks (`find_shared`), then takes fresh ones. If a parent's last
-        block is partial, the first fresh block of the new fork becomes a copy of it, at the start
-        of the next step: both then write to this block (the write in "copy on write").
+        block is partial, parent and fork would both write their next tokens to it. So the first
+        fresh block of the fork becomes a copy of it, at the start of the next step, before either
+        writes ("copy on write").
 
         With 300 prompt tokens, blocks of 128 and n = 4:
 
@@ -188,8 +189,8 @@ class BlockManager:
         """Adds to the prefix cache all blocks that are full once the tokens before `stop` are
         computed.
 
-        Call this once K and V are written, or if they will be written before any later sequence
-        reads them. The step that is being scheduled qualifies: each layer writes the K and V of the
+        A block can be registered before its K and V exist, if they are written before anyone
+        reads them. The step that is being scheduled does so: each layer writes the K and V of the
         whole batch before it reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0

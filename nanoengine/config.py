@@ -71,8 +71,9 @@ class EngineConfig(Options):
         all of these give the same bits.
     scheduling: "prefill-first" (a step is all prefill or all decode), or "mixed" (decodes first,
         then prompts in the rest of the step); for comparison, "static" (a batch ends before the
-        next one begins) or `overtaking(...)`. For this option and the next three, give a name from
-        the tables of policies.py, or your own function with the same arguments.
+        next one begins) or `overtaking(...)`. This option and the next three also take your own
+        function, with the arguments of those in nanoengine/policies.py or
+        nanoengine_extras/running/policies.py.
     scheduling_policy: "fcfs" (in order of arrival), or "priority" (in order of
         `generate(priority=)`, smaller numbers first).
     preemption_victim: which sequence is preempted: "youngest", "longest" or "lowest-priority"; for

@@ -48,8 +48,8 @@ class CudaGraphs:
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
             for num_keys in widths(size, runner.max_model_len):
-                # Dummy sequences of one token; only the width of their tables matters. The step
-                # has the size of a graph already, so `prepare` pads nothing.
+                # Dummy sequences of one token; only the width of their tables matters. Once there
+                # is a graph, `prepare` pads steps to its size: this step has it already.
                 buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
                 step = StepInputs.from_buffer(buffer.to(runner.device), shape)
                 # a first run loads the kernels, which a graph cannot do
@@ -64,7 +64,8 @@ class CudaGraphs:
         """Whether there are graphs, and each sequence computes one token and draws one."""
         if not self.captured or max(batch.num_tokens) > 1:
             return False
-        # not so if a fork begins, or if a prompt's chunk of one token is not its last one
+        # A graph gives one row for each sequence. A fork that begins needs a second one, and a
+        # chunk within a prompt needs none.
         return [row.source for row in batch.sampled] == [*range(len(batch))]
 
     def fit(self, batch: Batch, num_keys: int, longest: int) -> tuple[Batch, int]:

@@ -24,6 +24,11 @@ advances step 1: the tokens join their sequences as pending tokens, whose ids co
 A │ separates two calls to `step`. Between two calls no token is pending: a call begins
 by advancing the step in flight, and collects its tokens before it returns.
 
+If step 1 samples the token that ends a sequence, step 2 is already in flight with this sequence.
+What step 2 samples for it is dropped. Its blocks are freed at once, although step 2 still writes to
+them: a device runs its steps in order, so a new owner's K and V are written later. For the same
+reason `Scheduler.advance` does not register the blocks of a sequence that has ended.
+
 Optional features observe these steps: see observers.py.
 """
 
@@ -82,7 +87,7 @@ class Engine:
         """Runs one step; returns the sequences that have a new token, or end with an error.
 
         An engine that runs ahead launches the next step, and then waits for the step in flight,
-        whose sequences it returns.
+        whose sequences it returns. Its first step only launches, and returns none.
         """
         self.check_open()
         if not self.config.run_ahead:
@@ -115,10 +120,10 @@ class Engine:
 
         The exceptions are sequences that cannot run while their last token is pending, because a
         feature needs it on the host: a grammar, for example, has to read a token before it knows
-        what may follow (`Sequence.needs_tokens`). Such an awaited sequence is left out of the next
-        step, and runs in the one after it. So it runs in every second step. If a quarter of the
-        sequences do, steps are an eighth smaller, which costs about as much as running ahead
-        gains. From there on the engine waits, and the next step has all sequences.
+        what may follow. The feature sets `Sequence.needs_tokens`. Such a sequence misses the step
+        that is launched while its token is pending, so it runs in every second step. If a quarter
+        of the sequences are like this, steps are an eighth smaller; this costs as much as running
+        ahead gains. From there on the engine waits for the tokens, and all sequences can run.
         """
         too_many = len(batch.sampled) > self.config.max_num_seqs
         num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)

@@ -9,9 +9,9 @@ and can be deleted on its own. It plugs into the engine in one of four ways:
     a slot         a class or function that replaces one of the engine's: see `part`
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
-The engine asks for a feature only where an option belongs to one (`of`) and where a method of `LLM`
-is one (`call_of`). Everything else is said by the features: each in its own file, and for those
-that need no option, in two tables of nanoengine_extras/__init__.py.
+The engine uses a feature if an option (`of`), a method of `LLM` (`call_of`), the name of a policy
+or a backend, or the model's files need it; or if it is installed, and a table of
+nanoengine_extras/__init__.py makes it standard. What a feature replaces stands in its own file.
 """
 
 import logging

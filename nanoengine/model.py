@@ -145,7 +145,7 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.num_heads, dim=1)
         query = rotate(self.q_norm(query), *angles)
         key = rotate(self.k_norm(key), *angles)
-        # flattened block after block, so that a slot's number is its index
+        # seen as one row of slots (a view): slot = block * block_size + place in the block
         self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
         attended = self.backend(query, self.cache, self.window, step)
         return self.o_proj(attended.flatten(1)[rows])

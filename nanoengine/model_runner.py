@@ -51,7 +51,8 @@ class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
-    is_invariant: whether a row has the same bits whatever other rows there are; for guards.py.
+    is_invariant: whether a sequence's logits have the same bits whatever shares its steps (the
+        order of sums can depend on the batch). The feature guards.py reads it.
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
     last_sampled: the tokens of the previous step, on the device.
     block_bytes: the size of K and V of one block in all layers.
@@ -81,7 +82,7 @@ class ModelRunner:
         self.model = self.load_model(folder)
         is_in_model = backends(self.device)[self.backend].is_in_model
         if is_in_model and not self.kernels.knows_attention(self.model):
-            # the library has its attention only for modules that it knows
+            # the library has its attention only for the modules of model.py and a few others
             self.backend, is_in_model = "gather", False
         self.is_invariant = self.kernels.optimize(self.model, has_attention=is_in_model)
 
@@ -209,8 +210,8 @@ class ModelRunner:
                                    self.last_sampled, self.features, self.kernels)
             self.features.call("drawn", rows, logits, tokens[these])
         # If there are more rows than last_sampled holds, the next step waits for the tokens on the
-        # host. NO_TOKEN becomes token 0: its sequence has ended, so what the next step computes
-        # for it is dropped.
+        # host. NO_TOKEN is stored as token 0: once the host sees it, it ends the sequence, and
+        # drops what a step that is already launched computes for it.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

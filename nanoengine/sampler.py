@@ -42,24 +42,25 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
 
     A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
-    # 1. What does each row need? The rows in neither list are greedy.
-    edited = []
+    # 1. What does each row need? A row that is edited or truncated needs a copy. A plain draw needs
+    #    one only if the library cannot draw from logits. All other rows are greedy.
+    changed = []
     drawn = []
     for row, seq in enumerate(seqs):
         if seq.edits or seq.params.truncations:
-            edited.append(row)
+            changed.append(row)
         elif seq.params.temperature:
             drawn.append(row)
 
     # 2. Tokens from the logits, computed for all rows: those of copied rows are replaced below.
     of_seqs = logits[:len(seqs)]
-    copied = edited
+    copied = changed
     if drawn and library.draw:
         # a greedy row gets its likeliest token
         tokens = library.draw(of_seqs, draws.uniform, draws.temperature)
         tokens = tokens.where(tokens >= 0, NO_TOKEN)
     else:
-        copied = edited + drawn
+        copied = changed + drawn
         tokens = torch.empty_like(draws.top_k, dtype=torch.int64)
         if len(copied) < len(seqs):
             largest, likeliest = library.first_max(of_seqs)

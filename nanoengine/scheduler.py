@@ -162,8 +162,8 @@ class Scheduler:
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
             if not seq.finish_reason:
                 stop = start + num_tokens
-                # for decodes: `_add_tokens` has already registered the blocks of prefills, all but
-                # one with a pending token
+                # A block is hashed by its tokens, so one that ends with a pending token is
+                # registered only now. `_add_tokens` has registered those of prefills.
                 if stop % self.block_manager.block_size == 0:
                     self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop

@@ -12,9 +12,9 @@ Both classes are plain data, without tensors.
     computed     ─────────────────────────────▶              num_computed_tokens = 6
     block_table  [   4      ] [      9       ] [  2     ]    blocks of 3 tokens
 
-A step computes tokens that have no K and V yet, here "a", or "a fox". If only one token is left,
-the newest, this is called a decode; if there are several, a prefill, which can take several steps
-(chunks). To the kernels, a chunk of one token is a decode, too.
+A step computes tokens that have no K and V yet, here "a", or "a fox". If only the newest token is
+left, this is called a decode. If several are left, as at the start, it is a prefill; a long one is
+cut into chunks, one for each step. To the kernels, a chunk of one token is a decode, too.
 """
 
 from array import array
@@ -49,10 +49,10 @@ class Sequence:
     A sequence is waiting while it has no blocks, running while it has some, and finished once it
     has a `finish_reason`.
 
-    token_ids: the prompt, then every generated token. A pending token, which a step in flight is
-        still sampling, is stored as -1 - row, where `row` is its place in `Batch.sampled`. So the
-        next step can already be scheduled and launched; the device looks the token up
-        (`step_inputs.known_ids`).
+    token_ids: the prompt, then every generated token. On a GPU, a step is launched before the
+        tokens of the previous one have arrived (engine.py). Until then such a token is pending,
+        and stored as -1 - row, where `row` is its place in `Batch.sampled`; the device looks it
+        up (`step_inputs.known_ids`).
     max_num_tokens: the sequence is finished ("length") once it has this many tokens.
     end_tokens: the token ids that end it, each with its `stop_reason`.
     priority: smaller numbers come first.
@@ -131,8 +131,7 @@ class Row(NamedTuple):
     """A row of logits, for the token of `seq` at `position`.
 
     source: the index in `Batch.sequences` of the sequence whose hidden state gives the logits:
-        `seq` itself, or its parent, if `seq` is a fork that begins. Features can add rows: for a
-        finished sequence, whose token is dropped, or for a copy of a running one (speculation).
+        `seq` itself, or its parent, if `seq` is a fork that begins. Features can add more rows.
     """
 
     source: int

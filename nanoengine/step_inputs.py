@@ -133,7 +133,8 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         token_ids += seq.token_ids[start:start + count]
     owners = np.arange(len(batch)).repeat(batch.num_tokens)
     query_starts = np.append(0, np.cumsum(batch.num_tokens))
-    # the token at position p of sequence s has index offsets[s] + p in this step
+    # The token at position p of sequence s has index offsets[s] + p in this step. In the example of
+    # `StepInputs`, the offsets are 0 - 8 and 1 - 4, so position 6 of sequence 1 has index 3.
     offsets = query_starts[:-1] - batch.starts
     positions = np.arange(len(token_ids)) - offsets[owners]
 
