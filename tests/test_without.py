@@ -230,7 +230,7 @@ PARAMS = [dict(temperature=0, max_tokens=9), dict(seed=1, top_p=0.8, top_k=9, ma
 PROMPTS = random_prompts([5, 40, 90, 1])
 
 
-@pytest.mark.needs("running.strict", "running.swapping", 
+@pytest.mark.needs("running.strict", "running.swapping",
                    "sampling.structured_outputs", "tools.serve")
 @pytest.mark.parametrize("missing", [
     [*PACKAGES], *[pytest.param([name], marks=pytest.mark.slow) for name in PACKAGES]], ids=str)
