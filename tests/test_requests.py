@@ -9,6 +9,16 @@ from conftest import GREEDY, for_feature, generate, next_number, token_ids
 from nanoengine import LLM, SamplingParams
 
 
+class Raises:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    __str__ = __len__ = __iter__ = __index__ = __repr__
+
+
+RAISES = Raises()
+
+
 def test_every_form_of_prompt(llm):
     text, ids = "sort d b e a =", llm.get_tokenizer().encode("sort d b e a =")
     forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids},
@@ -117,6 +127,8 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
         ([[1, [2]]], GREEDY, "token id .2. is out of vocabulary"),
         (["a", 3], GREEDY, r"prompts\[1\]=.*must be a string, a list of token ids"),
         (None, GREEDY, "prompts=None.*must be a string"),
+        *[(prompts, GREEDY, "prompts.*whose repr raises")
+          for prompts in (RAISES, [RAISES], [[1, RAISES]], {"prompt": RAISES}, {RAISES: "a"})],
         ({"text": "a"}, GREEDY, r"prompts\[0\]=.*must be a string"),
         ({"prompt": "a", "extra": 1}, GREEDY, r"prompts\[0\]=.*must be a string"),
         (["a", "b"], [GREEDY], "sampling_params=.*must be one SamplingParams, or 2 of them"),
