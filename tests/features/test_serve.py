@@ -850,4 +850,5 @@ def test_signals(tmp_path, signals):
             time.sleep(0.3)
         check_told(streams, others)
         assert server.wait(60) == (-signal.SIGTERM if signals == [signal.SIGTERM] else 0)
-    assert "Traceback" not in log.read_text()
+    # a second signal cancels uvicorn's own task, of which uvicorn prints a traceback
+    assert signals[1:] or "Traceback" not in log.read_text()
