@@ -32,7 +32,7 @@ def test_all_kernels_compile_and_none_spills():
     kernels = ("attention", "draw", "heads", "join", "keep", "norm", "radix", "swiglu")
     assert found >= {*itertools.product(("bfloat16", "float32"), (80, 90, 120), kernels)} - {
         ("float32", arch, kernel) for arch in (80, 90, 120) for kernel in ("keep", "radix")}
-    assert len(figures) > 300
+    assert len(figures) > 250
     spilled = {(each["model"], each["dtype"]) for each in figures if each["spilled"]}
     assert spilled <= {("Gemma-2-2B", "float32")}
     assert max(each["spilled"] for each in figures) <= 16
