@@ -2,14 +2,17 @@
 
 The requests of a step differ: one is greedy, the next wants top-p 0.9, another a ban of some words.
 If each row of logits were sampled on its own, a GPU would wait for Python hundreds of times a step.
-So all rows that need the same operations are sampled together, in one of two ways:
+So all rows that need the same operations are sampled together:
 
-    from the logits   a greedy row takes its likeliest token: one operation for all these rows
-    from a copy       logits[rows] ── features ──▶ scale ──▶ truncate ──▶ draw ──▶ a token per row
+    a row that is    needs
+    greedy           its likeliest logit, without a copy
+    plain            a copy: scale ──▶ draw; none if a library can draw from the logits
+    truncated        a copy: scale ──▶ truncate ──▶ draw
+    edited           a copy: features ──▶ scale ──▶ truncate ──▶ draw
 
-Only the second way needs memory, for a float32 copy, and most of the time. The parameters of each
-row (`StepInputs.draws`) reach the device with the other inputs, so nothing here waits for a GPU.
-There is no generator state: a draw depends only on the seed of its sequence and on its position.
+Copies are float32; they take memory, and most of the time. The parameters of each row
+(`StepInputs.draws`) reach the device with the other inputs, so nothing here waits for a GPU. There
+is no generator state: a draw depends only on the seed of its sequence and on its position.
 """
 
 import torch
