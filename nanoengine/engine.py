@@ -26,8 +26,8 @@ by advancing the step in flight, and collects its tokens before it returns.
 
 If step 1 samples the token that ends a sequence, step 2 is already in flight with this sequence.
 What step 2 samples for it is dropped. Its blocks are freed at once, although step 2 still writes to
-them: a device runs its steps in order, so a new owner's K and V are written later. For the same
-reason `Scheduler.advance` does not register the blocks of a sequence that has ended.
+them: a device runs its steps in order, so a new owner's K and V are written later. Since they may
+have a new owner, `Scheduler.advance` does not register the blocks of a sequence that has ended.
 
 Optional features observe these steps: see observers.py.
 """

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from nanoengine.config import EngineConfig
 from nanoengine.errors import also_check, logger, naming, rejected
 from nanoengine.features import extension, part, shown
-from nanoengine.model import FAMILIES, Decoder, rope_table, window_of
+from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table, window_of
 
 # The kinds of rotary positions, and for those that lengthen the context by a factor, the entry that
 # is multiplied: vLLM's rule (`_get_and_verify_max_len`). For llama3, max_position_embeddings is the
@@ -50,6 +50,7 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
     with naming(asked):
         folder = Path(model).expanduser().absolute()
         is_folder = folder.is_dir()
+        # explain.py refuses names of files that lead out of the folder
         part("check_names", None, lambda folder: None)(folder)
         files = [folder, *(weight_files(folder) or folder.glob("*"))]
     if any(file.suffix.lower() == ".gguf" for file in files):
@@ -93,9 +94,13 @@ def check_supported(config: PretrainedConfig) -> None:
     if config.num_attention_heads % max(1, config.num_key_value_heads):
         raise rejected("the model's num_attention_heads", config.num_attention_heads,
                        f"a multiple of num_key_value_heads={config.num_key_value_heads}")
+    # transformers has windows in some layers of these families, too
+    kinds = vars(config).get("layer_types") or []
+    if "sliding_attention" in kinds and not entry_of(config, "layer_types"):
+        raise rejected("the model's layer_types", kinds, "only 'full_attention'")
     # with a window of 1, transformers contradicts itself: its cache keeps all keys
-    windows = {window_of(config, index) for index in range(config.num_hidden_layers)}
-    if windows & {0, 1}:
+    windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
+    if any(window is not None and window < 2 for window in windows):
         raise rejected("the model's sliding_window", config.sliding_window, "at least 2")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)

@@ -110,6 +110,9 @@ REFUSED = [
         (dict(rope_parameters=PARTIAL), "partial_rotary_factor"),
         (dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
         (dict(num_key_value_heads=3), "num_attention_heads"),
+        # transformers has windows in these layers
+        (dict(layer_types=["sliding_attention"] * 2, architectures=["LlamaForCausalLM"],
+              model_type="llama"), "layer_types"),
         (dict(num_key_value_heads=8), "num_attention_heads"),
         *[(dict(num_hidden_layers=count, layer_types=None), "num_hidden_layers")
           for count in (0, -1, 2**40)]]],
