@@ -106,7 +106,7 @@ class EngineConfig(Options):
     device: str = "auto"
     seed: int = 0
     load_format: str = "auto"
-    model_impl: str = "auto"
+    model_impl: str = of("models.sources", "auto")
     max_model_len: int | None = None
     max_num_seqs: int = BY_DEVICE
     max_num_batched_tokens: int = BY_DEVICE

@@ -40,21 +40,18 @@ class Driver:
     active: the requests in the engine, by their ids.
     """
 
-    def __init__(self, engine: Engine, check_process: Callable) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.check_process = check_process
         self.active: dict[str, Request] = {}
 
     def add(self, requests: list[Request]) -> None:
         """Queues requests."""
-        self.check_process()
         for request in requests:
             self.active[request.request_id] = request
             self.engine.add(request.seq)
 
     def step(self) -> list[Request]:
         """Runs one step; returns the requests that have a new token, or end."""
-        self.check_process()
         updated = {seq.request_id: self.active[seq.request_id] for seq in self.engine.step()}
         for request_id, request in updated.items():
             if request.is_finished:
@@ -121,10 +118,10 @@ class LLM(AbstractContextManager):
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
         # raises an error where a computation in a forked process would hang
-        check_process = kernels(config.device, config.kernels).check_process()
+        kernels(config.device, config.kernels).check_process()
         features = Features([*declared("ALWAYS"), *asked_by(config)], config.features)
         folder = find_model(config.model, config)
-        self.model_config = load_config(folder, config.load_format, config.model_impl)
+        self.model_config = part("load_config", config, load_config)(folder, config)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
         make_runner = part("runner", config, ModelRunner)
         # errors such as a size of 0 in config.json, or a model too large for the memory
@@ -132,7 +129,7 @@ class LLM(AbstractContextManager):
             runner = make_runner(config, self.model_config, folder, features)
         self.inputs.max_model_len = runner.max_model_len
         self.engine = make_engine(config, runner, features)
-        self.driver = part("driver", config, Driver)(self.engine, check_process)
+        self.driver = part("driver", config, Driver)(self.engine)
 
     # ------------------------------------------------------------------------ generating
 

@@ -1,4 +1,4 @@
-"""From a folder or a Hugging Face id to a model: its config, its tokenizer, its weights.
+"""From a folder to a model: its config, its tokenizer, its weights.
 
 Every parameter of the model is filled exactly once. Projections that `model.py` fuses are read
 straight into their rows of the fused weight. A tensor that is missing or left over is an error.
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
 from nanoengine.errors import also_check, logger, naming, rejected
-from nanoengine.features import extension, part, shown
+from nanoengine.features import extension, part
 from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table, window_of
 
 # The kinds of rotary positions, and for those that lengthen the context by a factor, the entry that
@@ -44,39 +44,26 @@ SUPPORTED: dict[str, list | range] = {
 
 
 def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
-    """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
-    Face id, or one made from a GGUF file. name: the argument's name, for messages."""
-    asked = f"{name}={shown(model)}"
-    with naming(asked):
+    """Returns the folder of a model, or of a tokenizer. With sources.py, a feature, `model` can
+    also be a Hugging Face id or a GGUF file. name: the argument's name, for messages."""
+    return part("find_model", None, find_folder)(model, config, name)
+
+
+def find_folder(model: str | Path, config: EngineConfig, name: str) -> Path:
+    """Returns the absolute path of a folder."""
+    error = rejected(name, model, "a folder; others need nanoengine_extras/models/sources.py")
+    with naming(error):
         folder = Path(model).expanduser().absolute()
-        is_folder = folder.is_dir()
-        # explain.py refuses names of files that lead out of the folder
-        part("check_names", None, lambda folder: None)(folder)
-        files = [folder, *(weight_files(folder) or folder.glob("*"))]
-    if any(file.suffix.lower() == ".gguf" for file in files):
-        return extension("models.quantized", asked).as_folder(folder, config, name)
-    if is_folder:
-        return folder
-    hub = extension("models.hub", f"{asked}, which is not a folder,")
-    return hub.download(str(model), folder, config, name)
+        if folder.is_dir():
+            return folder
+    raise error
 
 
-def load_config(folder: Path, load_format: str = "dummy",
-                model_impl: str = "native") -> PretrainedConfig:
-    """Returns the model's config.json, checked, with head_dim filled in if it is absent.
-
-    load_format: where the weights come from; "dummy": the folder need not have any.
-    model_impl: "native": a family of model.py; "transformers": any model, in transformers' code;
-        "auto": "native" if model.py has the architecture, else "transformers".
-    """
-    part("check_folder", None, lambda *_: None)(folder, load_format, model_impl)
+def load_config(folder: Path, options: EngineConfig | None = None) -> PretrainedConfig:
+    """Returns the config.json of a model of model.py, checked, with head_dim filled in if it is
+    absent. options: sources.py reads which implementation of the model they ask for."""
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        # not the architecture: EXAONE's config.json may name Llama's
-        known = config.model_type in FAMILIES
-        if model_impl == "transformers" or model_impl == "auto" and not known:
-            asked = f"architectures={config.architectures}"
-            return extension("models.transformers_models", asked).describe(config)
         if vars(config).get("head_dim") is None:
             config.head_dim = config.hidden_size // config.num_attention_heads
         check_supported(config)

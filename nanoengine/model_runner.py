@@ -13,9 +13,9 @@ sequences run.
 """
 
 import time
-from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from nanoengine.attention import backends, choose_backend, make_caches
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.errors import rejected
-from nanoengine.features import extension, part
+from nanoengine.features import part
 from nanoengine.kernels import kernels
 from nanoengine.loader import context_length, load_model
-from nanoengine.model import FAMILIES, Decoder, rope_table
+from nanoengine.model import Decoder, rope_table
 from nanoengine.observers import Features
 from nanoengine.sampler import sample
 from nanoengine.sequence import Batch, Copies
@@ -104,16 +104,12 @@ class ModelRunner:
         # 3. its memory, and the graphs that use it
         self.allocate(num_blocks, asked or longest)
 
-    def load_model(self, folder: Path, **options: Callable) -> Decoder:
+    def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` go to the loader; tensor parallelism passes some."""
         config = self.config
-        found = vars(self.model_config).get("quantization_config")
-        # the second place is where ModelOpt wrote it in 2024
-        if config.quantization or found or (folder / "hf_quant_config.json").is_file():
-            options |= extension("models.quantized", "its quantization").slots(self, folder)
-        if self.model_config.model_type not in FAMILIES:
-            return extension("models.transformers_models").load(self, folder, **options)
         load = part("load_model", config, lambda config: load_model)(config)
+        # sources.py, a feature, loads quantized weights, and models of transformers
+        load = part("any_loader", None, lambda runner, load: load)(self, load)
         return load(folder, self.model_config, self.dtype, self.device, config.load_format,
                     **options)
 

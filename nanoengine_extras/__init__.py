@@ -26,6 +26,7 @@ STANDARD = {
     "default_params": "models.generation_config",
     "free_bytes": "running.memory",
     "backends": "running.backends",
+    **dict.fromkeys(("find_model", "load_config", "any_loader"), "models.sources"),
     "check_folder": "models.explain",
     "check_names": "models.explain"}
 # the classes that `from nanoengine import …` finds in a file

@@ -358,7 +358,7 @@ def use_policies(llm: LLM, **changes) -> None:
     runner = llm.engine.runner
     runner.features = llm.inputs.features = Features(ALWAYS)
     llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
-    llm.driver = type(llm.driver)(llm.engine, llm.driver.check_process)
+    llm.driver = type(llm.driver)(llm.engine)
 
 
 def next_number(llm) -> int:

@@ -77,6 +77,7 @@ ALL_CASES = {
              "flags = argparse.Namespace(max_waiting=1, model='m', api_key=None)\n"
              "assert extension('tools.serve').Server(texts, flags).app().routes",
     "running.shared_steps": "with llm.turn(): pass",
+    "models.sources": "assert tokens_with(model_impl='native') == tokens",
     "sampling.speculation": "assert tokens_with(speculation='prompt-lookup') == tokens",
     "running.strict": "SamplingParams(temperatur=1)",
     "sampling.structured_outputs": "assert run(texts, 'a', structured_outputs="
@@ -107,9 +108,11 @@ if importlib.util.find_spec("lm_eval"):
 # what needs another feature, as that is what it is made of
 NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.openai_format"],
          "sampling.beam_search": ["sampling.logprobs"],
-         "models.gguf": ["models.quantized"],
-         "models.experts": ["models.transformers_models"],
-         "models.own_layers": ["models.transformers_models"],
+         "models.gguf": ["models.quantized", "models.sources"],
+         "models.hub": ["models.sources"], "models.quantized": ["models.sources"],
+         "models.transformers_models": ["models.sources"],
+         "models.experts": ["models.transformers_models", "models.sources"],
+         "models.own_layers": ["models.transformers_models", "models.sources"],
          "tools.prometheus": ["running.metrics"],
          "tools.reasoning": ["tools.chat", "tools.openai_format"],
          "tools.scores": ["sampling.constraints", "sampling.logprobs"],
@@ -136,8 +139,8 @@ CASES = {name: case for name, case in ALL_CASES.items()
          if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
 ALWAYS = {*FILES} & {
-    "models.explain", "models.generation_config", "running.guards", "running.metrics",
-    "running.shared_steps", "running.strict", "running.threads",
+    "models.explain", "models.generation_config", "models.sources", "running.guards",
+    "running.metrics", "running.shared_steps", "running.strict", "running.threads",
     "sampling.texts"}
 
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is

@@ -1,6 +1,6 @@
 """A model by its Hugging Face id: it is downloaded once, and then found in the cache.
 
-`loader.find_model` calls this for a model, or a tokenizer, that is not a folder.
+sources.py calls this for a model, or a tokenizer, that is not a folder.
 """
 
 from pathlib import Path

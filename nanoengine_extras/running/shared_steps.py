@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nanoengine.engine import Engine
+from nanoengine.kernels import kernels
 from nanoengine.llm import LLM, Driver
 from nanoengine.requests import Request
 
@@ -39,9 +40,10 @@ class SharedDriver(Driver):
     error: the error that broke the last step.
     """
 
-    def __init__(self, engine: Engine, check_process: Callable) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.check_process = check_process
+        # a fork of this process could wait for its lock forever
+        self.check_process = kernels(engine.config.device, engine.config.kernels).check_process()
         self.arrived: deque[Request] = deque()
         self.dropped: deque[Request] = deque()
         self.entered: dict[str, Request] = {}

@@ -1,8 +1,9 @@
-"""Ends idle OpenMP threads, which would slow down other threads.
+"""Ends idle OpenMP threads, which would slow down other threads, and refuses steps that would hang.
 
 An observer of steps. Each thread that calls the engine has its own OpenMP threads, which spin for a
 while after a step. They slow down the steps of other callers, and all that a program does after a
-call.
+call. A process that was forked after the engine was made lacks them, and a step would wait for them
+forever.
 """
 
 import threading
@@ -11,7 +12,7 @@ from nanoengine.engine import Engine
 from nanoengine.kernels import kernels
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
 
 
@@ -23,12 +24,18 @@ class Threads(Feature):
 
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
-        self.end_threads = kernels(engine.config.device, engine.config.kernels).end_threads
+        library = kernels(engine.config.device, engine.config.kernels)
+        self.end_threads = library.end_threads
+        self.check_process = library.check_process()
         # the threads that loaded the model
         self.end_threads()
 
     def enter(self, seqs: list[Sequence], inputs: InputProcessor) -> None:
+        self.check_process()
         self.callers.add(threading.get_ident())
+
+    def scheduled(self, batch: Batch) -> None:
+        self.check_process()
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:
         """Runs in the thread that ran the step."""

@@ -228,7 +228,7 @@ def speculate(llm: LLM, policy, clock=time.monotonic) -> None:
     runner.last_sampled = runner.last_sampled.new_zeros(llm.config.max_num_seqs + 32)
     runner.features = llm.inputs.features = Features(ALWAYS)
     llm.engine = make_engine(EngineConfig(**options), runner, runner.features)
-    llm.driver = type(llm.driver)(llm.engine, llm.driver.check_process)
+    llm.driver = type(llm.driver)(llm.engine)
     llm.engine.clock = clock
 
 

@@ -7,8 +7,8 @@ stay packed, and are expanded within products (loading.py, cpu/packed). Elsewher
 weights are dequantized when they are loaded, so they take as much memory as the dtype needs; a line
 in the log says how much.
 
-It plugs in where a model is found (`loader.find_model`), and where its memory is allocated and its
-files are read (`ModelRunner.load_model`).
+sources.py calls it where a model is found, and where its memory is allocated and its files are
+read.
 
     methods.py                          which entries of quantization_config are accepted
     word_files.py, scaled_files.py      formats: functions from a tensor of a file to weights
@@ -35,6 +35,7 @@ import torch
 
 from nanoengine.config import EngineConfig
 from nanoengine.errors import Condition, also_check, logger, naming, rejected
+from nanoengine.features import is_installed
 from nanoengine.loader import checkpoint_tensors, weight_files
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
@@ -56,6 +57,8 @@ MARLIN = {"awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round",
 CONDITIONS: list[Condition] = [
     ("quantization", lambda c: c.quantization in (*BITS, *methods.ROWS, *MARLIN),
      f"'int8', 'int4' or None, or what the model has: {', '.join(methods.ROWS)}"),
+    ("quantization", lambda c: is_installed("models.sources"),
+     "None without nanoengine_extras/models/sources.py"),
     ("load_format", lambda c: c.load_format != "dummy",
      "another one with quantization={quantization!r}, since random weights are not quantized")]
 

@@ -8,8 +8,8 @@ needs to know which token belongs to which sequence, and the engine has one that
     transformers   embedding ── norm, q, k, v ─┐        ┌─ MLP ── … ── norm ── head
     the engine                        K and V to the cache, attention
 
-    describe   what the engine must know about a model, from config.json (`load_config` calls it)
-    load       the model (`ModelRunner.load_model` calls it); check.py says whether it works,
+    describe   what the engine must know about a model, from config.json (sources.py calls it)
+    load       the model (sources.py calls it); check.py says whether it works,
                modules.py which of its parts have a faster form, as trial.py finds out
 
 The calls of the attention function are the same in each step, so they have numbers: call 5 uses

@@ -16,6 +16,7 @@ from typing import Any
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_engine
 from nanoengine.errors import naming
+from nanoengine.features import part
 from nanoengine.loader import find_model, load_config
 from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
@@ -99,7 +100,7 @@ class Parser(BaseParser):
         options["device"] = choose_device(options["device"])
         folder = find_model(args.model, EngineConfig(str(args.model), **options))
         args.engine_config = config = EngineConfig(model=str(folder), **options)
-        model_config = load_config(folder, model_impl=config.model_impl)
+        model_config = part("load_config", config, load_config)(folder, config)
         args.vocab_size = model_config.vocab_size
         if isinstance(vars(args).get("prompts"), Path):
             inputs = InputProcessor(config, model_config, folder, Features())
@@ -187,5 +188,5 @@ def new_engine(llm: Any, **changes: Any) -> Engine:
     runner = llm.engine.runner
     runner.features = llm.inputs.features = Features(ALWAYS)
     llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
-    llm.driver = type(llm.driver)(llm.engine, llm.driver.check_process)
+    llm.driver = type(llm.driver)(llm.engine)
     return llm.engine

@@ -1,0 +1,80 @@
+"""What can be loaded besides a folder with safetensors of the engine's own families.
+
+It fills three slots: where a model is found, how its config.json is read, and what loads it.
+
+    a GGUF file            becomes a folder: see gguf/
+    a Hugging Face id      is downloaded: see hub.py
+    quantized weights      are read by quantized/
+    other families         are computed by transformers: see transformers_models/
+
+explain.py says first, if it is installed, why a folder cannot be run.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from nanoengine import loader
+from nanoengine.config import EngineConfig
+from nanoengine.errors import naming
+from nanoengine.features import extension, part, shown
+from nanoengine.loader import weight_files
+from nanoengine.model import FAMILIES
+from nanoengine.model_runner import ModelRunner
+
+
+def find_model(model: str | Path, config: EngineConfig, name: str) -> Path:
+    """Returns the folder of a model, or of a tokenizer: the given one, the download of a Hugging
+    Face id, or one made from a GGUF file. name: the argument's name, for messages."""
+    asked = f"{name}={shown(model)}"
+    with naming(asked):
+        folder = Path(model).expanduser().absolute()
+        is_folder = folder.is_dir()
+        # explain.py refuses names of files that lead out of the folder
+        part("check_names", None, lambda folder: None)(folder)
+        files = [folder, *(weight_files(folder) or folder.glob("*"))]
+    if any(file.suffix.lower() == ".gguf" for file in files):
+        return extension("models.quantized", asked).as_folder(folder, config, name)
+    if is_folder:
+        return folder
+    hub = extension("models.hub", f"{asked}, which is not a folder,")
+    return hub.download(str(model), folder, config, name)
+
+
+def load_config(folder: Path, config: EngineConfig) -> PretrainedConfig:
+    """Returns the config.json of a model, as `loader.load_config` does, or for a model that
+    transformers computes, what the engine must know about it.
+
+    `EngineConfig.model_impl` decides: "auto" is "native" for an architecture of model.py.
+    """
+    part("check_folder", None, lambda *_: None)(folder, config.load_format, config.model_impl)
+    with naming(folder / "config.json"):
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        # not the architecture: EXAONE's config.json may name Llama's
+        is_own = found.model_type in FAMILIES
+        if config.model_impl == "transformers" or config.model_impl == "auto" and not is_own:
+            asked = f"architectures={found.architectures}"
+            return extension("models.transformers_models", asked).describe(found)
+    return loader.load_config(folder)
+
+
+def any_loader(runner: ModelRunner, load: Callable) -> Callable:
+    """Returns a function with the arguments of `loader.load_model`. load: what loads a model of
+    model.py."""
+    model_config = runner.model_config
+
+    def load_any(folder: Path, *arguments: Any, **options: Any) -> Any:
+        found = vars(model_config).get("quantization_config")
+        # the second place is where ModelOpt wrote it in 2024
+        if runner.config.quantization or found or (folder / "hf_quant_config.json").is_file():
+            options |= extension("models.quantized", "its quantization").slots(runner, folder)
+        if model_config.model_type not in FAMILIES:
+            return extension("models.transformers_models").load(runner, folder, **options)
+        return load(folder, *arguments, **options)
+
+    return load_any
+
+
+PARTS = {"find_model": find_model, "load_config": load_config, "any_loader": any_loader}
