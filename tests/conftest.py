@@ -1,6 +1,7 @@
 """What several tests need: the bundled model, and tiny models with random weights on disk."""
 
 import ast
+import asyncio
 import dataclasses
 import gc
 import itertools
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -136,8 +138,12 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """A test that asks for a deleted feature is skipped: the error names it."""
-    return (yield from skip_for_a_deleted_feature())
+    """A test that asks for a deleted feature is skipped: the error names it. After a test, the
+    engines of its fixtures are idle."""
+    yield from skip_for_a_deleted_feature()
+    for value in item.funcargs.values():
+        if isinstance(value, LLM):
+            check_idle(value)
 
 
 @pytest.fixture(autouse=True)
@@ -339,6 +345,12 @@ def generate(llm, prompts, params=GREEDY) -> list:
     return outputs
 
 
+def complete(llm, prompt, **params):
+    """The one completion of a prompt."""
+    (output,) = generate(llm, [prompt], SamplingParams(**params))
+    return output.outputs[0]
+
+
 def overtaking(base: str = "prefill-first", max_waiting: int = 0) -> object:
     """The policy of this name, for tests of all policies; if it is deleted, its base alone."""
     policies = optional("nanoengine_extras.running.policies")
@@ -359,6 +371,28 @@ def use_policies(llm: LLM, **changes) -> None:
     runner.features = llm.inputs.features = Features(ALWAYS)
     llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
     llm.driver = type(llm.driver)(llm.engine)
+
+
+def check_refused(message: str, call: Callable, *arguments, **options) -> None:
+    """A call raises a ValueError, in whose message the pattern is found."""
+    with pytest.raises(ValueError, match=message):
+        call(*arguments, **options)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(0.001)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """The same in a task, beside others."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it has not happened")
 
 
 def next_number(llm) -> int:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import policies_of
+from conftest import check_refused, policies_of
 
 import nanoengine
 from nanoengine import LLM, SamplingParams
@@ -17,8 +17,7 @@ from nanoengine.config import EngineConfig
 
 
 def test_several_greedy_completions_would_be_the_same():
-    with pytest.raises(ValueError, match="n=2 .* 1 with temperature=0"):
-        SamplingParams(n=2, temperature=0)
+    check_refused("n=2 .* 1 with temperature=0", SamplingParams, n=2, temperature=0)
     assert SamplingParams(n=2).n == 2
 
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from urllib.parse import urlparse
 
 import pytest
-from conftest import ROOT, is_deleted, policies_of
+from conftest import ROOT, check_refused, is_deleted, policies_of
 from test_deletable import ALL_CASES
 
 import nanoengine_extras.running.policies  # noqa: F401  adds its names before a table is copied
@@ -277,8 +277,7 @@ def test_each_option_has_to_be_explained():
     assert [*write_reference.meanings_of(Options)] == ["right", "both"]
     for wrong in ("right: a.\nboth: b.\nlater: c.", "both: a property."):
         Options.__doc__ = wrong
-        with pytest.raises(ValueError, match="docstring of Options"):
-            write_reference.meanings_of(Options)
+        check_refused("docstring of Options", write_reference.meanings_of, Options)
 
 
 def test_the_reference_has_all_metrics(monkeypatch):

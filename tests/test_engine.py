@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 from conftest import (
-    check_blocks, check_idle, generate, overtaking, random_prompts, token_ids, use_policies)
+    check_blocks, check_idle, complete, generate, overtaking, random_prompts, token_ids,
+    use_policies)
 from test_scheduler import (
     ShadowCache, expected_output, make_engine as make_shadow_engine, make_sequence)
 
@@ -275,8 +276,7 @@ def test_an_early_end_wastes_one_row_at_most(make_llm):
         (tokens,) = token_ids(generate(llm, [prompt], SamplingParams(temperature=0, max_tokens=9)))
         end = next(token for token in tokens[3:] if token not in tokens[:3])
         before = llm.metrics()
-        params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[end])
-        output = generate(llm, [prompt], params)[0].outputs[0]
+        output = complete(llm, prompt, temperature=0, max_tokens=9, stop_token_ids=[end])
         after, length = llm.metrics(), tokens.index(end) + 1
         assert output.token_ids == tokens[:length] and output.stop_reason == end
         assert after["generation_tokens"] - before["generation_tokens"] == length

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import check_idle, for_feature, generate, random_prompts, token_ids
+from conftest import check_idle, check_refused, for_feature, generate, random_prompts, token_ids
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.observers import Feature
@@ -271,8 +271,7 @@ def test_a_feature_that_an_engine_cannot_serve_says_so(make_llm):
         def begin(self, engine):
             raise ValueError("Needs needs run_ahead=True")
 
-    with pytest.raises(ValueError, match="Needs needs run_ahead=True"):
-        make_llm(features=[Needs()])
+    check_refused("Needs needs run_ahead=True", make_llm, features=[Needs()])
 
 
 def test_a_request_that_a_feature_refuses_is_not_queued(make_llm):
@@ -284,8 +283,7 @@ def test_a_request_that_a_feature_refuses_is_not_queued(make_llm):
 
     with make_llm(features=[Refuse()]) as llm:
         for call in (llm.generate, llm.add, llm.stream):
-            with pytest.raises(ValueError, match="bad luck"):
-                call(PROMPTS)
+            check_refused("bad luck", call, PROMPTS)
             check_idle(llm)
         assert len(token_ids(generate(llm, PROMPTS[2:]))) == 4
 
@@ -309,5 +307,4 @@ class Twice(Feature):
     [Twice(), type("Twice", (Feature,), {})()], "metrics", *for_feature("running.strict",
     (Twice(),))], ids=[*"1234567"])
 def test_what_is_no_list_of_features_with_names_of_their_own(features):
-    with pytest.raises(ValueError, match="^features=.* is not accepted: it must be a"):
-        LLM("none", features=features)
+    check_refused("^features=.* is not accepted: it must be a", LLM, "none", features=features)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
+from conftest import (
+    GREEDY, check_idle, check_refused, complete, generate, random_prompts, token_ids)
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
@@ -23,30 +24,26 @@ def test_the_bundled_model_is_right(llm):
 
 
 def test_ends(llm):
-    story = generate(llm, "Once upon a time", SamplingParams(temperature=0, max_tokens=30))[0]
-    full = story.outputs[0].token_ids
-    assert (len(full), story.outputs[0].finish_reason) == (30, "length") and story.finished
+    greedy = dict(temperature=0, max_tokens=30)
+    story = complete(llm, "Once upon a time", **greedy)
+    full = story.token_ids
+    assert (len(full), story.finish_reason) == (30, "length")
     stop_id = full[9]
-    ended = generate(llm, "Once upon a time", SamplingParams(
-        temperature=0, max_tokens=30, stop_token_ids=[stop_id]))[0].outputs[0]
+    ended = complete(llm, "Once upon a time", **greedy, stop_token_ids=[stop_id])
     assert ended.token_ids == full[:full.index(stop_id) + 1]
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop_id)
-    assert story.outputs[0].text.startswith(ended.text)
+    assert story.text.startswith(ended.text)
 
-    answer = generate(llm, "47 + 85 =", SamplingParams(temperature=0, max_tokens=30))[0].outputs[0]
+    answer = complete(llm, "47 + 85 =", **greedy)
     assert (answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) == ("stop", 0, 0)
     assert llm.inputs.eos_tokens == {0: 0, 2: None}, "only the tokenizer's own has no reason"
-    longer = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    assert len(token_ids(generate(llm, "47 + 85 =", longer))[0]) == 30
-    at_least = SamplingParams(temperature=0, max_tokens=30, min_tokens=10)
-    held = generate(llm, "47 + 85 =", at_least)[0].outputs[0]
+    assert len(complete(llm, "47 + 85 =", **greedy, ignore_eos=True).token_ids) == 30
+    held = complete(llm, "47 + 85 =", **greedy, min_tokens=10)
     assert len(held.token_ids) >= 10 and not llm.inputs.eos_tokens.keys() & held.token_ids[:10]
-    own = SamplingParams(max_tokens=3, logit_bias={2: 1e9}, stop_token_ids=[2])
-    ended = generate(llm, "47 + 85 =", own)[0].outputs[0]
-    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([2], "stop", None)
-    own.ignore_eos = True
-    ended = generate(llm, "47 + 85 =", own)[0].outputs[0]
-    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([2], "stop", 2)
+    for ignore_eos, reason in ((False, None), (True, 2)):
+        ended = complete(llm, "47 + 85 =", max_tokens=3, logit_bias={2: 1e9}, stop_token_ids=[2],
+                         ignore_eos=ignore_eos)
+        assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([2], "stop", reason)
 
 
 def test_max_model_len(bundled):
@@ -110,8 +107,7 @@ def test_out_of_memory_at_start_says_what_helps(bundled, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB is free.")
 
     monkeypatch.setattr(ModelRunner, "allocate", exhausted)
-    with pytest.raises(ValueError, match="2.00 GiB is free. Lower max_num_batched_tokens"):
-        LLM(bundled)
+    check_refused("2.00 GiB is free. Lower max_num_batched_tokens", LLM, bundled)
 
 
 def test_several_completions_end_each_by_itself(llm):
@@ -283,7 +279,6 @@ def test_a_job_of_any_length_by_add_and_step(llm):
                     llm.add(prompt, params)
         assert len(llm.active) <= 3
     assert [found[prompt] for prompt in prompts] == expected
-    check_idle(llm)
 
 
 def test_calls_within_a_stream_share_its_steps(llm):
@@ -294,6 +289,4 @@ def test_calls_within_a_stream_share_its_steps(llm):
     other = llm.stream("Once", params)
     assert token_ids(llm.generate("Once", params, use_tqdm=False)) == expected[1:]
     assert [token_ids([[*each][-1]]) for each in (stream, other)] == [expected[:1], expected[1:]]
-    with pytest.raises(ValueError, match="prompts"):
-        llm.add([[10**6]])
-    check_idle(llm)
+    check_refused("prompts", llm.add, [[10**6]])

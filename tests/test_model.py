@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import greedy_reference, random_prompts
+from conftest import check_refused, greedy_reference, random_prompts
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
@@ -139,8 +139,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("changes, message", REFUSED, ids=str)
 def test_a_model_that_cannot_be_run_is_refused(tiny, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        LLM(change_config(tiny, tmp_path, **changes), load_format="dummy")
+    check_refused(message, LLM, change_config(tiny, tmp_path, **changes), load_format="dummy")
 
 
 @pytest.mark.parametrize("options, message", [
@@ -152,8 +151,7 @@ def test_a_model_that_cannot_be_run_is_refused(tiny, tmp_path, changes, message)
     (dict(block_size=2**31 - 1), "cannot be run with these options|at most"),
     (dict(max_model_len=10**12), "max_model_len=10{12} .* 2 to 512")])
 def test_sizes_that_no_memory_holds_are_refused(make_llm, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_llm(**options)
+    check_refused(message, make_llm, **options)
 
 
 @pytest.mark.parametrize("changes", [

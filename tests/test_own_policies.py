@@ -3,7 +3,9 @@
 from collections import Counter
 
 import pytest
-from conftest import GREEDY, check_idle, generate, policies_of, random_prompts, token_ids
+from conftest import (
+    GREEDY, check_idle, check_refused, for_feature, generate, policies_of, random_prompts,
+    token_ids)
 
 from nanoengine.policies import TABLES
 
@@ -101,29 +103,18 @@ def test_a_function_that_fails_ends_the_call_and_leaves_an_engine(make_llm, expe
         assert token_ids(generate(llm, PROMPTS)) == expected
 
 
-@pytest.mark.parametrize("victim", [None, "youngest", 3])
-def test_a_victim_that_does_not_run_is_named(make_llm, victim):
-    with make_llm(**FEW_BLOCKS, preemption_victim=lambda running: victim) as llm:
-        with pytest.raises(ValueError, match="preemption_victim=.*must return a running"):
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        check_idle(llm)
-
-
-@pytest.mark.needs("running.guards")
-@pytest.mark.parametrize("value", [1.5, None, "5"])
-def test_an_allocation_that_is_no_number_is_named(make_llm, value):
-    """When a request is made, before a step."""
-    with make_llm(**FEW_BLOCKS, kv_allocation=lambda seq, max_model_len: value) as llm:
-        with pytest.raises(ValueError, match="kv_allocation=.*one that returns an int"):
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        check_idle(llm)
-
-
-@pytest.mark.needs("running.guards")
-@pytest.mark.parametrize("rank", [None, {}, 1j])
-def test_ranks_that_cannot_be_compared_are_named(make_llm, rank):
-    """When a request is made, although nobody else waits."""
-    with make_llm(**FEW_BLOCKS, scheduling_policy=lambda seq: rank) as llm:
-        with pytest.raises(ValueError, match="scheduling_policy=.*one whose ranks can be compared"):
-            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+@pytest.mark.parametrize("name, policy, message", [
+    *(("preemption_victim", lambda running, victim=victim: victim, "must return a running")
+      for victim in (None, "youngest", 3)),
+    # when a request is made, before a step, and although no other waits
+    *for_feature("running.guards", *(
+        ("kv_allocation", lambda seq, max_model_len, value=value: value,
+         "one that returns an int") for value in (1.5, None, "5"))),
+    *for_feature("running.guards", *(
+        ("scheduling_policy", lambda seq, rank=rank: rank, "one whose ranks can be compared")
+        for rank in (None, {}, 1j)))])
+def test_what_a_function_must_not_return_is_named(make_llm, name, policy, message):
+    with make_llm(**FEW_BLOCKS, **{name: policy}) as llm:
+        prompts = PROMPTS[:1] if name == "scheduling_policy" else PROMPTS
+        check_refused(f"{name}=.*{message}", llm.generate, prompts, GREEDY, use_tqdm=False)
         check_idle(llm)

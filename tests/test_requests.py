@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import GREEDY, for_feature, generate, next_number, token_ids
+from conftest import GREEDY, check_refused, for_feature, generate, next_number, token_ids
 
 from nanoengine import LLM, SamplingParams
 
@@ -38,8 +38,7 @@ def test_every_form_of_prompt(llm):
 
 
 def test_a_text_that_is_too_long_is_refused_without_a_warning(llm, capfd, caplog):
-    with pytest.raises(ValueError, match="^prompts.0. has 6001 tokens: .* max_model_len="):
-        llm.generate("a b " * 3000)
+    check_refused("^prompts.0. has 6001 tokens: .* max_model_len=", llm.generate, "a b " * 3000)
     assert "indexing errors" not in capfd.readouterr().err + caplog.text
 
 
@@ -138,8 +137,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
 def test_bad_input_is_refused_before_anything_is_queued(llm, prompts, params, message):
     before = llm.metrics()
     for call in (llm.generate, llm.stream):
-        with pytest.raises(ValueError, match=message):
-            call(prompts, params)
+        check_refused(message, call, prompts, params)
     assert llm.metrics() == before
     assert generate(llm, "47 + 85 =")[0].outputs[0].text == " 132"
 
@@ -156,8 +154,7 @@ def test_without_a_tokenizer_prompts_are_token_ids(make_llm, tiny, bundled, opti
         assert output.prompt_logprobs[1][2].decoded_token is None
         for prompt, params in [("a", GREEDY), ([1], SamplingParams(stop="a")),
                                ([1], SamplingParams(bad_words=["a"]))]:
-            with pytest.raises(ValueError, match="there is no tokenizer"):
-                llm.generate(prompt, params)
+            check_refused("there is no tokenizer", llm.generate, prompt, params)
     with make_llm(tokenizer=bundled) as llm:
         assert llm.inputs.eos_tokens == {llm.get_tokenizer().eos_token_id: None}
 

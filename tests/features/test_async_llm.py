@@ -5,7 +5,7 @@ import dataclasses
 import gc
 
 import pytest
-from conftest import check_idle
+from conftest import check_idle, check_refused, until
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.requests import Request
@@ -29,14 +29,6 @@ def engine(llm):
     yield engine
     engine.close()
     check_idle(llm)
-
-
-async def until(condition) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it has not happened")
 
 
 async def text_of(engine, max_tokens: int, prompt: str = "12 + 34 =") -> str:
@@ -98,8 +90,7 @@ def test_chats(engine, llm):
 
     expected = [output.outputs[0].text for output in llm.chat(chats, params, use_tqdm=False)]
     assert asyncio.run(ask_all()) == [*expected, "6"]
-    with pytest.raises(ValueError, match="messages="):
-        asyncio.run(ask("12 + 34"))
+    check_refused("messages=", asyncio.run, ask("12 + 34"))
     with pytest.raises(TypeError, match="the nearest is tools"):
         asyncio.run(ask(chats[0], tool=[]))
     assert not llm.active
@@ -111,10 +102,8 @@ def test_bad_input(engine, llm):
             pass
 
     for prompt in ("", [99999]):
-        with pytest.raises(ValueError, match="prompts"):
-            asyncio.run(ask(prompt))
-    with pytest.raises(ValueError, match="sampling_params="):
-        asyncio.run(ask(["a"], [SamplingParams()] * 2))
+        check_refused("prompts", asyncio.run, ask(prompt))
+    check_refused("sampling_params=", asyncio.run, ask(["a"], [SamplingParams()] * 2))
     # nothing to do
     asyncio.run(ask([]))
     assert not llm.active
@@ -246,7 +235,6 @@ def test_an_engine_that_is_closed(llm):
 
     asyncio.run(main())
     engine.close()
-    check_idle(llm)
 
 
 def test_an_error_of_an_output_is_that_of_its_task(engine, monkeypatch):
@@ -285,5 +273,4 @@ def test_beside_other_threads(engine, llm):
 
 def test_it_needs_an_llm(bundled):
     """Not a model, which vLLM's AsyncLLM also takes in other ways."""
-    with pytest.raises(ValueError, match="llm='.*' is not accepted: it must be an LLM"):
-        AsyncLLM(bundled)
+    check_refused("llm='.*' is not accepted: it must be an LLM", AsyncLLM, bundled)

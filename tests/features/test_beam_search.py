@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import check_blocks, check_idle, generate, random_prompts, token_ids, use_policies
+from conftest import (
+    check_blocks, check_idle, check_refused, complete, generate, random_prompts, token_ids,
+    use_policies)
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.block_manager import BlockManager
@@ -142,7 +144,6 @@ def test_a_search_with_more_beams_than_places_shares_them(small_llm, undisturbed
     found, = small_llm.beam_search(prompts[:1], BeamSearchParams(3, 14))
     assert [beam.tokens for beam in found.sequences] == expected[0] and not other.is_finished
     small_llm.abort([other])
-    check_idle(small_llm)
 
 
 @pytest.mark.parametrize("policies", [
@@ -184,7 +185,6 @@ def test_searches_run_beside_other_calls(small_llm, undisturbed, policies):
         assert found == [expected[i] for i in (0, 1, 2, 3, 4, 0)]
         assert [call.result(timeout=100) for call in calls] == [alone] * 2
         assert dropped.result(timeout=100).outputs[0].token_ids
-    check_idle(small_llm)
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
@@ -212,7 +212,6 @@ def test_a_search_that_is_broken_off_is_an_error(small_llm, undisturbed, monkeyp
     assert errors == ["KeyboardInterrupt", "RuntimeError", "RuntimeError"]
     (found,) = small_llm.beam_search(prompts[:1], BeamSearchParams(3, 14))
     assert [beam.tokens for beam in found.sequences] == expected[0]
-    check_idle(small_llm)
 
 
 def test_temperature_divides_the_logits(llm, model):
@@ -258,8 +257,7 @@ def test_beams_have_text_and_leave_nothing_behind(bundled):
         params = BeamSearchParams(3, 8, skip_special_tokens=False)
         kept = llm.beam_search(special + "47 + 85 =", params)[0]
         assert kept.sequences[0].text == special + "47 + 85 = 132"
-        greedy = SamplingParams(temperature=0)
-        assert llm.generate("47 + 85 =", greedy, use_tqdm=False)[0].outputs[0].text == " 132"
+        assert complete(llm, "47 + 85 =", temperature=0).text == " 132"
 
 
 def test_beams_without_finite_log_probabilities_end_with_an_error(bundled):
@@ -314,6 +312,5 @@ def test_beams_that_might_not_fit_are_refused(small_llm):
     with pytest.raises(ValueError, match="beam_width=4 .* at most 3 with num_kv_blocks=12"):
         small_llm.beam_search([[1], [2]], BeamSearchParams(4, 48))
     for bad in (None, SamplingParams()):
-        with pytest.raises(ValueError, match="params=.*must be a BeamSearchParams"):
-            small_llm.beam_search([[1]], bad)
+        check_refused("params=.*must be a BeamSearchParams", small_llm.beam_search, [[1]], bad)
     assert len(small_llm.beam_search([[1], [2]], BeamSearchParams(4, 47))) == 2

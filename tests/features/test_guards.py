@@ -15,41 +15,30 @@ from nanoengine_extras.running.guards import warn_of_slower_attention
 PROMPTS = random_prompts([40, 7, 33, 18, 25, 12], seed=5)
 
 
+def never_decode(scheduler):
+    begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
+    return scheduler.build(begun, admit=True)
+
+
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("policy", [
-    lambda scheduler: None, lambda scheduler: scheduler.build([], admit=False),
-    lambda scheduler: scheduler.build([*scheduler.running], admit=False)])
-def test_a_policy_that_runs_nothing_ends_the_call(make_llm, policy, run_ahead):
-    with make_llm(num_kv_blocks=8, scheduling=policy, run_ahead=run_ahead) as llm:
-        with pytest.raises(RuntimeError, match="scheduling=<function .* runs nothing, although"):
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        check_idle(llm)
-
-
-def test_a_policy_that_forgets_a_running_sequence_ends_the_call(make_llm):
-    def never_decode(scheduler):
-        begun = [seq for seq in scheduler.running if seq.num_uncomputed_tokens > 1]
-        return scheduler.build(begun, admit=True)
-
-    with make_llm(scheduling=never_decode) as llm:
-        with pytest.raises(RuntimeError, match="0 sequences are waiting"):
-            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
-        check_idle(llm)
-
-
-def test_a_policy_that_runs_a_sequence_twice_ends_the_call(make_llm):
-    """It would get wrong tokens."""
-    def twice(scheduler):
-        return scheduler.build([*scheduler.running] * 2, admit=True)
-
-    with make_llm(num_kv_blocks=40, scheduling=twice) as llm:
-        with pytest.raises(RuntimeError, match="must give `build` each sequence once"):
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+@pytest.mark.parametrize("policy, prompts, message", [
+    *((policy, PROMPTS, "scheduling=<function .* runs nothing, although") for policy in (
+        lambda scheduler: None, lambda scheduler: scheduler.build([], admit=False),
+        lambda scheduler: scheduler.build([*scheduler.running], admit=False))),
+    (never_decode, PROMPTS[:1], "0 sequences are waiting"),
+    # it would get wrong tokens
+    (lambda scheduler: scheduler.build([*scheduler.running] * 2, admit=True), PROMPTS,
+     "must give `build` each sequence once")])
+def test_a_policy_that_would_hang_or_corrupt_ends_the_call(
+        make_llm, policy, prompts, message, run_ahead):
+    with make_llm(num_kv_blocks=40, scheduling=policy, run_ahead=run_ahead) as llm:
+        with pytest.raises(RuntimeError, match=message):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
         check_idle(llm)
 
 
 @pytest.mark.parametrize("options", for_feature(
-    "X.speculation", (dict(speculation="prompt-lookup"),)) + [dict()])
+    "sampling.speculation", (dict(speculation="prompt-lookup"),)) + [dict()])
 @pytest.mark.parametrize("place", [0, -1])
 def test_edits_of_a_feature_that_does_not_exist_are_refused(make_llm, options, place):
     """A name that is spelled wrong would edit nothing. Other requests do not end."""

@@ -1,6 +1,7 @@
 """Models by their Hugging Face ids; nothing is downloaded here."""
 
 import pytest
+from conftest import check_refused
 from huggingface_hub.utils import filter_repo_objects
 
 from nanoengine import LLM
@@ -19,8 +20,7 @@ def test_downloads_fetch_what_is_read():
 @pytest.mark.parametrize("path", ["./here", "/no/where", "~/models/none", "some/where/else"])
 def test_a_path_is_no_id(path, monkeypatch):
     monkeypatch.setattr("nanoengine_extras.models.hub.snapshot_download", None)
-    with pytest.raises(ValueError, match=f"model='{path}' .*there is no folder [^:]*$"):
-        LLM(path)
+    check_refused(f"model='{path}' .*there is no folder [^:]*$", LLM, path)
 
 
 def test_downloads_are_of_a_revision_and_go_to_a_folder(tiny, bundled, monkeypatch):

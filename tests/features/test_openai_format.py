@@ -7,7 +7,7 @@ import shutil
 import time
 
 import pytest
-from conftest import for_feature
+from conftest import check_refused, for_feature
 from tokenizers import Tokenizer, decoders, models
 
 from nanoengine import LLM
@@ -303,8 +303,7 @@ def test_the_most_tokens_of_a_chat(bundled, tmp_path, entries, most, impl):
 
 @pytest.mark.parametrize("text", ["", "[]", "5", "{", '{"a": NaN}', '{"a": 1e999}', "null"])
 def test_what_is_no_object(text):
-    with pytest.raises(ValueError, match="JSON"):
-        object_of(text.encode())
+    check_refused("JSON", object_of, text.encode())
 
 
 FALLBACK = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),

@@ -13,7 +13,7 @@ import formats
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, check_refused
 from formats import (
     change, check_packed, compare, modules_of, num_packed, packed_of, with_weights)
 from safetensors.torch import load_file
@@ -347,8 +347,7 @@ def test_a_tensor_that_is_missing(make_quantized, folder_of):
     change(folder, lambda tensors: [
         tensors.pop(name) for name in [*tensors] if name.startswith(gone)])
     for kernels in (True, False):
-        with pytest.raises(ValueError, match=rf"its files lack \['{gone}.weight"):
-            make_llm(folder, kernels=kernels)
+        check_refused(rf"its files lack \['{gone}.weight", make_llm, folder, kernels=kernels)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
@@ -390,8 +389,7 @@ def test_a_load_that_fails_leaves_the_number_of_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.raises(ValueError, match="damaged"):
-            transformers_linears.in_threads(fail, [1])
+        check_refused("damaged", transformers_linears.in_threads, fail, [1])
         assert in_a_new_thread() == torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_idle, for_feature, random_prompts
+from conftest import ROOT, check_idle, check_refused, for_feature, random_prompts
 from safetensors.torch import load_file, save_file
 from pieces import KINDS, sentencepiece
 from transformers import AutoTokenizer
@@ -124,8 +124,7 @@ def test_a_text_of_max_model_len(make_llm):
             with pytest.raises(ValueError, match=r"continuations\[0\] has 65 tokens with its "
                                r"prompt: it must have at most max_model_len=64$"):
                 llm.score(text[:start], [text[start:]])
-        with pytest.raises(ValueError, match=r"the prompt of continuations has 64 tokens"):
-            llm.score(text[:64], [[5]])
+        check_refused(r"the prompt of continuations has 64 tokens", llm.score, text[:64], [[5]])
 
 
 def test_not_a_number(make_model):
@@ -221,15 +220,13 @@ def test_forms(llm):
                  (None, ["a"], "prompts=None is not accepted"))])
 def test_what_is_refused(llm, prompts, continuations, message):
     before = llm.metrics()
-    with pytest.raises(ValueError, match=message):
-        llm.score(prompts, continuations)
+    check_refused(message, llm.score, prompts, continuations)
     assert llm.metrics() == before, "nothing has run"
 
 
 def test_texts_need_a_tokenizer(make_llm):
     with make_llm(num_kv_blocks=8) as llm:
-        with pytest.raises(ValueError, match="there is no tokenizer"):
-            llm.score([5, 6], ["a"])
+        check_refused("there is no tokenizer", llm.score, [5, 6], ["a"])
         assert len(llm.score([5, 6], [[7]], use_tqdm=False)) == 1
 
 

@@ -15,7 +15,7 @@ import prompter
 import pytest
 import test_scheduler
 import torch
-from conftest import check_idle, random_prompts
+from conftest import check_idle, check_refused, random_prompts
 from llguidance import LLParserLimits
 from safetensors.torch import load_file, save_file
 from test_random_requests import make_options, make_params, make_prompt, parts_of
@@ -272,9 +272,7 @@ def test_a_policy_that_fails_ends_its_own_request(small_llm, always, guess, mess
     assert found[1].stop_reason.startswith(f"request {requests[1].request_id}: its speculation")
     assert message in found[1].stop_reason
     assert found[1].token_ids == expected[1].outputs[0].token_ids[:len(found[1].token_ids)]
-    with pytest.raises(ValueError, match=message):
-        small_llm.generate(prompts[1], FREE, use_tqdm=False)
-    check_idle(small_llm)
+    check_refused(message, small_llm.generate, prompts[1], FREE, use_tqdm=False)
 
 
 def test_numbers_of_numpy_and_of_pytorch_are_tokens(small_llm, always):
@@ -300,7 +298,6 @@ def test_an_interrupted_step_leaves_a_clean_engine(small_llm, always):
         small_llm.generate(prompts, FREE, use_tqdm=False)
     found = small_llm.generate(prompts, FREE, use_tqdm=False)
     assert [each.outputs for each in found] == [each.outputs for each in expected]
-    check_idle(small_llm)
 
 
 def test_what_is_refused(bundled):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import GREEDY
+from conftest import GREEDY, check_refused
 from test_sampler import make as make_row, sample
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
@@ -110,8 +110,7 @@ def test_a_bad_option(bundled, monkeypatch, make, name, value, accepted):
     if make is LLM:
         return
     options = make()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        setattr(options, name, value)
+    check_refused(re.escape(message), setattr, options, name, value)
     assert options == make(), "what was refused is not kept"
 
 
@@ -165,8 +164,7 @@ def test_priorities_that_are_accepted(llm):
     lambda llm, text: llm.score("a", [text]), lambda llm, text: llm.score(text, ["a"])])
 def test_a_text_that_has_no_bytes_in_utf_8(llm, call):
     """Half of a pair, as json.loads makes of an escape that was cut."""
-    with pytest.raises(ValueError, match=r"half of a surrogate pair, .*: leave it out\)?$"):
-        call(llm, "a\ud83d")
+    check_refused(r"half of a surrogate pair, .*: leave it out\)?$", call, llm, "a\ud83d")
 
 
 def test_an_option_of_a_chat_that_is_not_known():
@@ -231,10 +229,8 @@ def test_a_copy_of_sampling_params_is_its_own():
 def test_all_mistakes_at_once():
     message = (r"top_k=-2 is not accepted: it must be [^;]+; "
                r"stop\.1=3 is not accepted: it must be a valid string")
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        SamplingParams(top_k=-2, stop=["a", 3])
-    with pytest.raises(ValueError, match="^beam_width=0 .*greater than or equal to 1$"):
-        BeamSearchParams(0, 2)
+    check_refused(f"^{message}$", SamplingParams, top_k=-2, stop=["a", 3])
+    check_refused("^beam_width=0 .*greater than or equal to 1$", BeamSearchParams, 0, 2)
 
 
 def test_dtypes_by_name_or_object():

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Annotated, Literal
 
 import pytest
-from conftest import check_idle
+from conftest import check_idle, complete
 from pydantic import BaseModel, Field
 from random_schemas import ByteGrammar, random_schema, verdict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -531,7 +531,6 @@ def test_what_is_not_a_grammar_is_refused(llm, wanted, reason):
     assert message.startswith("structured_outputs={") and " it must be one of {'json'" in message
     assert reason == ANY or len(message) < 500 and "\n" not in message
     assert "no_forcing" not in message
-    check_idle(llm)
 
 
 # ------------------------------------------------------------------------- tokens and vocabularies
@@ -617,10 +616,10 @@ def test_any_tokens_can_spell_a_text(llm):
     """Also where the grammar permits one text only."""
     known = llm.get_tokenizer()
     letters = sorted({token for letter in "once upn" for token in known.encode(letter)})
-    found = llm.generate("Once", SamplingParams(structured_outputs={"choice": ["once upon"]},
-                         allowed_token_ids=[*letters, *llm.inputs.eos_tokens]), use_tqdm=False)
-    assert found[0].outputs[0].text == "once upon"
-    assert len(found[0].outputs[0].token_ids) == 10, "a letter for each token, and EOS"
+    found = complete(llm, "Once", structured_outputs={"choice": ["once upon"]},
+                     allowed_token_ids=[*letters, *llm.inputs.eos_tokens])
+    assert found.text == "once upon"
+    assert len(found.token_ids) == 10, "a letter for each token, and EOS"
 
 
 def test_stop_tokens_share_a_vocabulary(llm):
@@ -636,8 +635,8 @@ def test_stop_tokens_share_a_vocabulary(llm):
 
 
 def test_an_ignored_eos_follows_a_complete_text(llm):
-    params = SamplingParams(structured_outputs={"regex": "[0-9]{2}"}, ignore_eos=True, max_tokens=6)
-    completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
+    completion = complete(llm, "Once", structured_outputs={"regex": "[0-9]{2}"}, ignore_eos=True,
+                          max_tokens=6)
     assert re.fullmatch("[0-9]{2}", completion.text) and completion.finish_reason == "length"
 
 
@@ -683,19 +682,17 @@ def test_a_complete_text_ends_before_min_tokens(llm):
 def test_an_incomplete_text_does_not_end(llm):
     """No token is permitted: neither by `allowed_token_ids`, nor EOS by the grammar."""
     a, b = (llm.get_tokenizer().encode(letter)[0] for letter in "ab")
+    wanted = dict(structured_outputs={"regex": "ab"})
     for allowed in ([a], [a, *llm.inputs.eos_tokens]):
         for min_tokens in (0, 8):
-            params = SamplingParams(structured_outputs={"regex": "ab"}, min_tokens=min_tokens,
-                                    allowed_token_ids=allowed)
-            completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
-            assert (completion.text, completion.finish_reason) == ("a", "error")
-            assert "forbid all tokens" in completion.stop_reason
+            found = complete(llm, "Once", **wanted, min_tokens=min_tokens,
+                             allowed_token_ids=allowed)
+            assert (found.text, found.finish_reason) == ("a", "error")
+            assert "forbid all tokens" in found.stop_reason
     # a text that is complete, where EOS is allowed, and where it is not
     for allowed, reason in (([a, b, *llm.inputs.eos_tokens], "stop"), ([a, b], "error")):
-        params = SamplingParams(structured_outputs={"regex": "ab"}, min_tokens=8,
-                                allowed_token_ids=allowed)
-        completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
-        assert (completion.text, completion.finish_reason) == ("ab", reason)
+        found = complete(llm, "Once", **wanted, min_tokens=8, allowed_token_ids=allowed)
+        assert (found.text, found.finish_reason) == ("ab", reason)
 
 
 def test_an_own_processor_sees_no_end_before_min_tokens(llm):
@@ -705,8 +702,8 @@ def test_an_own_processor_sees_no_end_before_min_tokens(llm):
         seen.append(bool(scores[0, list(llm.inputs.eos_tokens)].isfinite().any()))
         return scores
 
-    params = SamplingParams(structured_outputs={"regex": "[0-9]{1,3}"}, min_tokens=2, max_tokens=9,
-                            logits_processors=[note], stop_token_ids=[5], bad_words=["7"])
-    completion = llm.generate("Once", params, use_tqdm=False)[0].outputs[0]
+    completion = complete(
+        llm, "Once", structured_outputs={"regex": "[0-9]{1,3}"}, min_tokens=2, max_tokens=9,
+        logits_processors=[note], stop_token_ids=[5], bad_words=["7"])
     assert completion.finish_reason == "stop" and "7" not in completion.text
     assert seen[:3] == [False, False, True]

@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from conftest import check_idle
+from conftest import check_idle, check_refused
 from conftest import generate as run
 from pieces import KINDS, LLAMA, PIECES, sentencepiece, text_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -405,8 +405,7 @@ def test_a_chat_is_truncated(llm, caplog):
     chat = [{"role": "user", "content": "47 + 85 =" * 900}]
     params = SamplingParams(temperature=0, max_tokens=3, truncate_prompt_tokens=-1)
     ids = render(llm.inputs, chat)[0]["prompt_token_ids"]
-    with pytest.raises(ValueError, match="max_model_len"):
-        llm.chat(chat, SamplingParams(max_tokens=3), use_tqdm=False)
+    check_refused("max_model_len", llm.chat, chat, SamplingParams(max_tokens=3), use_tqdm=False)
     (output,) = llm.chat(chat, params, use_tqdm=False)
     assert output.prompt_token_ids == ids[3 - llm.inputs.max_model_len:]
     *_, last = llm.stream_chat(chat, params)

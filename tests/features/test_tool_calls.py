@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from conftest import check_refused
 from jsonschema import Draft202012Validator
 
 from nanoengine import LLM
@@ -279,8 +280,7 @@ def test_at_most_one_call_if_they_may_not_be_parallel():
     ({"tools": [tool(parameters=schema_of(x={"uniqueItems": True}))]}, "tools: .*uniqueItems"),
     ({"tools": [tool(parameters=schema_of(x={"pattern": "\\b"}))]}, "tools: .* not supported")])
 def test_what_no_grammar_can_require_is_refused(llm, changes, error):
-    with pytest.raises(ValueError, match=f"^{error}"):
-        body_of(llm, "required", **changes)
+    check_refused(f"^{error}", body_of, llm, "required", **changes)
 
 
 @pytest.mark.parametrize("body, name", [
@@ -302,5 +302,4 @@ def test_what_no_grammar_can_require_is_refused(llm, changes, error):
     ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"tools": [tool()], "parallel_tool_calls": 0}, "parallel_tool_calls")])
 def test_what_is_refused(body, name):
-    with pytest.raises(ValueError, match=f"^{name}"):
-        check(body)
+    check_refused(f"^{name}", check, body)

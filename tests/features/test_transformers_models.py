@@ -25,7 +25,7 @@ import architectures  # noqa: E402
 import compare  # noqa: E402
 import schedules  # noqa: E402
 from compare import tokens  # noqa: E402
-from conftest import use_policies  # noqa: E402
+from conftest import check_refused, use_policies  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 from test_torch_settings import SETTINGS  # noqa: E402
 
@@ -339,8 +339,7 @@ def test_own_families_stay_native(tiny):
             assert isinstance(llm.engine.runner.model, Decoder) == (impl == "auto")
             found.append(tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)))
     assert found[0] == found[1]
-    with pytest.raises(ValueError, match="model_impl='vllm' is not accepted"):
-        LLM(tiny, model_impl="vllm")
+    check_refused("model_impl='vllm' is not accepted", LLM, tiny, model_impl="vllm")
 
 
 def test_auto_takes_an_architecture_that_is_not_native(folder_of):
@@ -381,8 +380,7 @@ def test_auto_says_what_only_transformers_computes(folder_of, tmp_path, entries,
     folder = changed(folder_of("llama gelu"), tmp_path, **entries)
     message = f"has {named}, which the engine itself does not compute: it must be run with model_i"
     for impl in ("auto", "native"):
-        with pytest.raises(ValueError, match=message):
-            make_llm(folder, model_impl=impl)
+        check_refused(message, make_llm, folder, model_impl=impl)
     with make_llm(folder, attention_backend="gather") as llm:
         assert are_right(llm, folder)
 
@@ -424,8 +422,7 @@ def test_llama_4_with_images_is_refused_for_the_same(folder_of, tmp_path):
     config = transformers.Llama4Config(
         text_config=text, vision_config=vision, architectures=["Llama4ForConditionalGeneration"])
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="since it counts positions by itself"):
-        make_llm(tmp_path, load_format="dummy")
+    check_refused("since it counts positions by itself", make_llm, tmp_path, load_format="dummy")
 
 
 def test_code_of_a_model_is_not_run_where_transformers_has_its_own(folder_of, tmp_path):
@@ -485,8 +482,7 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
         make_llm(folder)
     del weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"its files lack .*{name}"):
-        make_llm(folder)
+    check_refused(f"its files lack .*{name}", make_llm, folder)
 
 
 @pytest.mark.parametrize("options, message", [
@@ -495,8 +491,7 @@ def test_a_tensor_is_missing_or_left_over(folder_of, tmp_path, caplog):
     (dict(batch_invariant=True), "batch_invariant=True is not accepted"),
     (dict(attention_backend="numba"), "attention_backend='numba' is not accepted")])
 def test_options_that_need_an_own_model(folder_of, options, message):
-    with pytest.raises(ValueError, match=message):
-        make_llm(folder_of("llama4 chunks"), **options)
+    check_refused(message, make_llm, folder_of("llama4 chunks"), **options)
 
 
 PARAMS = [SHORT] * 3 + [schedules.DRAWN] * 3

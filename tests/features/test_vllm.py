@@ -1,7 +1,7 @@
 """vLLM's names: a script that keeps to those of vLLM's that are there."""
 
 import pytest
-from conftest import check_idle, token_ids
+from conftest import check_idle, check_refused, token_ids
 from forks import run_in_fork
 
 import nanoengine
@@ -119,8 +119,7 @@ def test_sampling_params():
     ({"structured_outputs": {"json": None}}, "structured_outputs={}"),
     ({"temprature": 1}, "temprature .*temperature")])
 def test_bad_params(options, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**options)
+    check_refused(message, SamplingParams, **options)
 
 
 @pytest.mark.needs("running.strict")
@@ -131,8 +130,7 @@ def test_keys_of_prompts_that_are_none(llm):
         assert token_ids(generate(llm, given)) == expected[:1]
         assert token_ids(generate(llm, [given, "a"])) == expected
     for wrong, name in (({"prompt": None}, "prompts"), ({"prompt": "a", "mine": 1}, "mine")):
-        with pytest.raises(ValueError, match=name):
-            generate(llm, wrong)
+        check_refused(name, generate, llm, wrong)
 
 
 @pytest.mark.needs("models.generation_config")

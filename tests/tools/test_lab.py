@@ -9,7 +9,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, check_refused
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models")]
 
@@ -167,8 +167,7 @@ def test_a_model_is_found_as_its_options_say(
     (tmp_path / "prompts").write_text("<extra7>\n")
     flags = ["--prompts", str(tmp_path / "prompts"), "--tokenizer", wide_tokenizer]
     # which the bundled tokenizer does not have, nor the model
-    with pytest.raises(ValueError, match="line 1: prompts.0.: token id 874 is out of vocabulary"):
-        parser.parse(flags)
+    check_refused("line 1: prompts.0.: token id 874 is out of vocabulary", parser.parse, flags)
 
 
 @pytest.mark.parametrize("name, flags", [("gpt2", []), ("llama", ["--model-impl", "transformers"])])
