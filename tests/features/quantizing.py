@@ -1,10 +1,11 @@
 """GGUF files and packed weights for tests: random ones in every format."""
 
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -29,28 +30,15 @@ from nanoengine_extras.models.quantized.loading import pack
 
 # K-quants have groups of 256 inputs
 SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64)
-HEADS = {"q_proj": 4, "k_proj": 2}
+Entries = dict[str, Any]
+EMPTY: Any = MappingProxyType({})
+# the beginnings of the names of entries without that of the architecture
+GENERAL = "general.", "split.", "tokenizer."
 # where a block of a type has its scales in float16, and how large they are in a test
 SCALES = {"Q2_K": ((80, 82), 1e-3), "Q3_K": ((108,), 1e-4), "Q4_K": ((0, 2), 1e-4),
           "Q5_K": ((0, 2), 1e-4), "Q6_K": ((208,), 1e-4), "IQ4_NL": ((0,), 1e-4),
           "IQ4_XS": ((0,), 1e-5), **dict.fromkeys(gguf_header.GRIDS, ((0,), 1e-4)),
           "IQ1_S": ((0,), 1e-3), "IQ1_M": ((), 0)}
-
-
-def gguf_name(name: str) -> str:
-    """llama.cpp's name of a tensor."""
-    name = name.removeprefix("model.")
-    whole = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-    layers = {
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down"}
-    if match := re.fullmatch(r"layers\.(\d+)\.(.*)\.(weight|bias)", name):
-        return f"blk.{match[1]}.{layers[match[2]]}.{match[3]}"
-    own, kind = name.rsplit(".", 1)
-    return f"{whole[own]}.{kind}"
 
 
 def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
@@ -70,23 +58,164 @@ def in_gguf(weight: np.ndarray, kind: str, seed: int) -> np.ndarray:
     return raw.reshape(len(weight), -1)
 
 
-def order_of(name: str, rows: int) -> Tensor | None:
-    """How llama.cpp's converter orders the rows of q and k: halves of a head become pairs."""
-    heads = next((count for part, count in HEADS.items() if f".{part}." in name), 0)
-    if not heads:
-        return None
-    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+# in whose files halves of a head are pairs
+PERMUTED = ("smollm3", "arcee", "granite", "olmo", "mistral3", "granitemoe", "llama")
+# of these, the converter adds 1 to norms
+ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
+ENTRIES = {"block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
+           "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+           "attention.head_count": "num_attention_heads",
+           "attention.head_count_kv": "num_key_value_heads",
+           "attention.sliding_window": "sliding_window"}
+EPSILONS = ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+# the names that checkpoints have where transformers has another, and those that have none
+OTHERS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.",
+          "layer_scalar": "layer_scalar.weight", "self_attn.sinks": "self_attn.sinks.weight",
+          "correct_output_scale": "correct_output_scale.weight",
+          "mlp.e_score_correction_bias": "mlp.e_score_correction.bias",
+          "gate.e_score_correction_bias": "e_score_correction.bias",
+          "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"}
+NAMELESS = {"router.scale": "ffn_gate_inp.scale",
+            "router.per_expert_scale": "ffn_down_exps.scale"}
+# what stays in floating point
+FLOATS = ("norm", "router", "mlp.gate.", "bias", "_coefs", "wpe", "shared_expert_gate")
 
 
-def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
-    """What the files of all families say."""
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+def parts(place: str, weight: Tensor, arch: str, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the file that have the numbers of a weight: views, in their order."""
+    module, _, own = place.rpartition(".")
+    heads = {} if arch not in PERMUTED else {
+        "q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = heads.get(module.rpartition(".")[2])
+    if count:
+        yield place, weight.view(count, 2, -1, *weight.shape[1:]).transpose(1, 2)
+    elif place.endswith("kv_b_proj.weight"):
+        keys, values = weight.view(config.num_attention_heads, -1, weight.shape[1]).split(
+            [config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        yield place.replace("kv_b", "k_b"), keys.mT
+        yield place.replace("kv_b", "v_b"), values
+    elif arch == "gpt-oss" and ".experts." in place:
+        # gates and ups take turns
+        kinds = own.partition("_proj")[0].split("_")
+        matrices, end = (weight, "bias") if own.endswith("_bias") else (weight.mT, "weight")
+        for number, kind in enumerate(kinds):
+            yield f"{module}.{kind}_proj.{end}", matrices[:, number::len(kinds)]
+    elif own == "gate_up_proj" and arch != "gemma4":
+        for part, each in zip(("gate", "up"), weight.chunk(2, dim=1)):
+            yield f"{module}.{part}_proj.weight".replace("block_sparse_moe", "mlp"), each
+    elif own in ("gate_up_proj", "down_proj"):
+        yield f"{place}.weight".replace("block_sparse_moe", "mlp"), weight
+    elif "shared_mlp.input_linear" in place:
+        for part, each in zip(("gate", "up"), weight.chunk(2)):
+            yield place.replace("shared_mlp.input_linear", f"mlp.shared_expert.{part}_proj"), each
+    elif ".0.mlp.shared_expert_gate" in place:
+        # as some releases of the converter store it
+        yield place, weight[0]
+    else:
+        yield place, weight.T if arch == "gpt2" and ".c_" in place and weight.ndim == 2 else weight
+
+
+class Writer(gguf.GGUFWriter):
+    """Writes tensors as llama.cpp's converter; they get the dequantized numbers of the files, of
+    which the first has the header."""
+
+    def __init__(self, paths: list[Path], arch: str, count: int, kinds: list[str]) -> None:
+        super().__init__(paths[0], arch)
+        self.files = [self, *(gguf.GGUFWriter(path, arch) for path in paths[1:])]
+        known = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
+        self.names = gguf.get_tensor_name_map(known, count)
+        self.types = [gguf.GGMLQuantizationType[kind] for kind in kinds]
+        self.count = 0
+        # what is in one tensor, or in the header: three matrices; numbers of activations
+        self.matrices: dict[str, list[Tensor]] = {}
+        self.numbers: dict[str, list[float]] = {}
+
+    def own_name(self, place: str) -> str:
+        for given, other in NAMELESS.items():
+            if place.endswith(given):
+                return f"blk.{place.split('.')[2]}.{other}"
+        for given, other in OTHERS.items():
+            if place.endswith(given) or given.endswith(".") and given in place:
+                place = place.replace(given, other)
+        found = self.names.get_name(place, try_suffixes=(".weight", ".bias"))
+        assert found, place
+        return found
+
+    def put(self, place: str, weight: Tensor) -> None:
+        is_matrix = weight.ndim >= 2 and not any(each in place for each in FLOATS)
+        kind = self.types[self.count % len(self.types)] if is_matrix else (
+            gguf.GGMLQuantizationType.F32)
+        self.count += 1
+        added = np.float32(place.endswith("norm.weight") and self.arch in ADDED)
+        rows = weight.reshape(-1, weight.shape[-1]).numpy() + added
+        stored = in_gguf(rows, kind.name, self.count)
+        weight.copy_(torch.from_numpy(gguf.dequantize(stored, kind) - added).view(weight.shape))
+        shape = [*weight.shape[:-1], stored.shape[-1]]
+        # the halves of a head were reordered, its rows are one dimension again
+        if weight.ndim == 4:
+            shape = [-1, shape[-1]]
+        elif weight.ndim == 3 and not is_matrix:
+            shape = [-1]
+        self.files[self.count % len(self.files)].add_tensor(
+            self.own_name(place), stored.reshape(shape), raw_dtype=kind)
+
+    def put_all(self, place: str, weight: Tensor, config: Any) -> None:
+        if ".altup_" in place:
+            name, number, _ = place.rsplit(".", 2)
+            self.matrices[name] = [*self.matrices.get(name, []), weight]
+            if number == "2":
+                self.put(f"{name}.weight", together := torch.stack(self.matrices[name]))
+                for each, stored in zip(self.matrices[name], together):
+                    each.copy_(stored)
+        elif "act_fn." in place:
+            self.numbers.setdefault(f"xielu.{place.split('.')[-1]}", []).append(weight.item())
+        elif not (config.tie_word_embeddings and place == "lm_head.weight"):
+            for name, part in parts(place, weight, self.arch, config):
+                self.put(name, part)
+
+
+def close(writer: gguf.GGUFWriter) -> None:
+    """Writes what was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def entries_of(config: Any, own: Entries) -> Entries:
+    """What the file says, of all families and of its own."""
+    found, rope = dict(ENTRIES), getattr(config, "rope_parameters", None) or {}
+    if theta := rope.get("full_attention", rope).get("rope_theta"):
+        found["rope.freq_base"] = theta
+    size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+    found |= {"attention.key_length": size, "attention.value_length": size}
+    if "partial_rotary_factor" in rope:
+        found["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
+    if hasattr(config, "rms_norm_eps"):
+        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    else:
+        known = [getattr(config, each) for each in EPSILONS if hasattr(config, each)]
+        found["attention.layer_norm_epsilon"] = [*known, 1e-5][0]
+    if not getattr(config, "sliding_window", None):
+        del found["attention.sliding_window"]
+    return {entry: value for entry, value in (found | own).items() if value is not None}
+
+
+@torch.no_grad()
+def write(model: Any, paths: list[Path], arch: str, kinds: list[str], own: Entries,
+          tensors: Entries) -> None:
+    """own: entries of the file that not all families have; tensors: further ones"""
+    config = model.config
+    writer = Writer(paths, arch, config.num_hidden_layers + 1, kinds)
+    add_entries(writer, config, entries_of(config, own))
+    for place, numbers in tensors.items():
+        writer.add_tensor(place, np.array(numbers, np.float32))
+    for place, weight in model.state_dict().items():
+        writer.put_all(place, weight, config)
+    for entry, of_layers in writer.numbers.items():
+        writer.add_array(entry, of_layers)
+    for each in writer.files:
+        close(each)
 
 
 @pytest.fixture
@@ -95,49 +224,20 @@ def make_gguf(make_model, tmp_path):
 
     Returns the path of the first, and transformers' model with the dequantized weights.
 
-    kinds: the types of its matrices, in turn; several parts: in several files.
+    kinds: the types of its matrices, in turn; num_parts: in so many files
+    entries, tensors: further ones
     """
 
-    def make(kinds: list[str], architecture: str = "Qwen3", num_parts: int = 1, entries=(),
-             **changes) -> tuple[Path, transformers.PreTrainedModel]:
+    def make(kinds: list[str], architecture: str = "Qwen3", num_parts: int = 1,
+             entries: Entries = EMPTY, tensors: Entries = EMPTY,
+             **changes: Any) -> tuple[Path, transformers.PreTrainedModel]:
         _, model = make_model(architecture, **SIZES | changes)
+        paths = [tmp_path / f"model-{i + 1:05}-of-{num_parts:05}.gguf" for i in range(num_parts)]
+        if num_parts == 1:
+            paths = [tmp_path / "model.gguf"]
         arch = architecture.lower().replace("mistral", "llama")
-        config = model.config
-        path = tmp_path / "model.gguf"
-        if num_parts > 1:
-            path = tmp_path / f"model-00001-of-{num_parts:05}.gguf"
-        names = [path.name.replace("00001", f"{i + 1:05}", 1) for i in range(num_parts)]
-        writers = [gguf.GGUFWriter(tmp_path / name, arch) for name in names]
-        writer = writers[0]
-        add_sizes(writer, config)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
-        for name, value in entries:
-            adders = {float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-            adders.get(type(value), writer.add_uint32)(name.format(arch=arch), value)
-        state = model.state_dict()
-        if config.tie_word_embeddings:
-            del state["lm_head.weight"]
-        for number, (name, weight) in enumerate(state.items()):
-            order = order_of(name, len(weight)) if arch == "llama" else None
-            rows = (weight if order is None else weight[order]).numpy()
-            kind = gguf.GGMLQuantizationType[kinds[number % len(kinds)]]
-            if weight.ndim == 1:
-                kind = gguf.GGMLQuantizationType.F32
-            stored = in_gguf(rows, kind.name, number)
-            writers[number % num_parts].add_tensor(gguf_name(name), stored, raw_dtype=kind)
-            dequantized = torch.from_numpy(gguf.dequantize(stored, kind).copy())
-            if order is None:
-                weight.copy_(dequantized)
-            else:
-                weight[order] = dequantized
-        for each in writers:
-            each.write_header_to_file()
-            each.write_kv_data_to_file()
-            each.write_tensors_to_file()
-            each.close()
-        return path, model
+        write(model, paths, arch, kinds, dict(entries), tensors)
+        return paths[0], model
 
     return make
 
@@ -235,10 +335,11 @@ def compare_products(weights, dtype, num_rows, halves=1, bias=None) -> None:
 def add_entries(writer: gguf.GGUFWriter, config: Any, entries: dict[str, Any]) -> None:
     """entries: by their names after that of the architecture, numbers or names of the config"""
     for entry, given in entries.items():
+        name = entry if entry.startswith(GENERAL) else f"{writer.arch}.{entry}"
         value = getattr(config, given, given) if isinstance(given, str) else given
         add: Any = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
                     str: writer.add_string, list: writer.add_array}[type(value)]
-        add(f"{writer.arch}.{entry}", value)
+        add(name, value)
 
 
 def check_config(path: Path, model: Any, others: set[str], whole_rope: bool) -> None:

@@ -3,33 +3,25 @@ models with random weights generate transformers' tokens, and have its config.js
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import check_refused
 from quantizing import (
-    GREEDY, OPTIONS, PROMPTS, add_entries, check_config, expected, generated, in_gguf)
-from torch import Tensor
+    ADDED, FLOATS, GREEDY, OPTIONS, PROMPTS, Entries, check_config, expected, generated, write)
 
 from nanoengine import LLM
 from nanoengine_extras.cpu.packed import QuantizedLinear
 from nanoengine_extras.models.gguf import files, names
 from nanoengine_extras.models.gguf.header import Header
 
-Entries = dict[str, Any]
 SIZES: Entries = dict(
     hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=320, max_position_embeddings=512, pad_token_id=None)
-ENTRIES = {"block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
-           "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-           "attention.head_count": "num_attention_heads",
-           "attention.head_count_kv": "num_key_value_heads",
-           "attention.sliding_window": "sliding_window"}
 DEEP: Entries = dict(num_hidden_layers=4)
 HEADS: Entries = dict(head_dim=32)
 # which is the default of no family
@@ -207,32 +199,18 @@ MODELS: dict[str, tuple[str, str, Entries, Entries]] = {
     "minimax 2": ("minimax-m2", "MiniMaxM2", EXPERTS | HEADS | dict(
         intermediate_size=64, rope_parameters=dict(
             rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5)), OF_EXPERTS | {
-        "expert_gating_func": 2, "expert_feed_forward_length": 64})}
+        "expert_gating_func": 2, "expert_feed_forward_length": 64}),
+    "gpt oss": ("gpt-oss", "GptOss", EXPERTS | HEADS | dict(
+        sliding_window=16, rope_parameters=YARN | dict(truncate=False)), OF_YARN | OF_EXPERTS | {
+        "expert_feed_forward_length": 128})}
 # the types of matrices, in turn, where they are not Q8_0
 KINDS = {"qwen 3 experts": "Q4_K Q6_K Q8_0", "qwen 3 tied": "Q4_0", "qwen 2 experts": "Q5_0 Q4_1",
-         "olmoe": "Q5_K", "mixtral": "Q4_0 Q8_0"}
+         "olmoe": "Q5_K", "mixtral": "Q4_0 Q8_0", "gpt oss": "MXFP4"}
 # one for each kind of difference
 FAST = ("gemma 3 scaled", "gemma 4 small", "phi 3 long", "smollm3", "apertus", "granite", "olmo 3",
         "glm 4", "command r7b", "starcoder 2", "ministral 3", "gpt 2", "qwen 3 experts", "mixtral",
-        "deepseek 3")
+        "deepseek 3", "gpt oss")
 SLOW: Any = dict(marks=pytest.mark.slow)
-PERMUTED = ("smollm3", "arcee", "granite", "olmo", "mistral3", "granitemoe", "llama")
-# of these, the converter adds 1 to norms
-ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
-EPSILONS = ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
-# the names that checkpoints have where transformers has another, and those that have none
-OTHERS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.",
-          "layer_scalar": "layer_scalar.weight",
-          "correct_output_scale": "correct_output_scale.weight",
-          "mlp.e_score_correction_bias": "mlp.e_score_correction.bias",
-          "gate.e_score_correction_bias": "e_score_correction.bias",
-          "gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"}
-NAMELESS = {"router.scale": "ffn_gate_inp.scale",
-            "router.per_expert_scale": "ffn_down_exps.scale"}
-# what stays in floating point
-FLOATS = ("norm", "router", "mlp.gate.", "bias", "_coefs", "wpe", "shared_expert_gate")
-
-
 def make(name: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     arch, kind, changes, _ = MODELS[name]
@@ -249,144 +227,25 @@ def make(name: str) -> transformers.PreTrainedModel:
     return model
 
 
-def parts(place: str, weight: Tensor, arch: str, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the file that have the numbers of a weight: views, in their order."""
-    module, _, own = place.rpartition(".")
-    heads = {} if arch not in PERMUTED else {
-        "q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    count = heads.get(module.rpartition(".")[2])
-    if count:
-        yield place, weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2)
-    elif place.endswith("kv_b_proj.weight"):
-        keys, values = weight.view(config.num_attention_heads, -1, weight.shape[1]).split(
-            [config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        yield place.replace("kv_b", "k_b"), keys.mT
-        yield place.replace("kv_b", "v_b"), values
-    elif own == "gate_up_proj" and arch != "gemma4":
-        for part, each in zip(("gate", "up"), weight.chunk(2, dim=1)):
-            yield f"{module}.{part}_proj.weight".replace("block_sparse_moe", "mlp"), each
-    elif own in ("gate_up_proj", "down_proj"):
-        yield f"{place}.weight".replace("block_sparse_moe", "mlp"), weight
-    elif "shared_mlp.input_linear" in place:
-        for part, each in zip(("gate", "up"), weight.chunk(2)):
-            yield place.replace("shared_mlp.input_linear", f"mlp.shared_expert.{part}_proj"), each
-    elif ".0.mlp.shared_expert_gate" in place:
-        # as some releases of the converter store it
-        yield place, weight[0]
-    else:
-        yield place, weight.T if arch == "gpt2" and ".c_" in place and weight.ndim == 2 else weight
-
-
-class Writer(gguf.GGUFWriter):
-    """Writes tensors as llama.cpp's converter; they get the dequantized numbers of the file."""
-
-    def __init__(self, path: Path, arch: str, count: int, kinds: list[str]) -> None:
-        super().__init__(path, arch)
-        known = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
-        self.names = gguf.get_tensor_name_map(known, count)
-        self.types = [gguf.GGMLQuantizationType[kind] for kind in kinds]
-        self.count = 0
-        # what is in one tensor, or in the header: three matrices; numbers of activations
-        self.matrices: dict[str, list[Tensor]] = {}
-        self.numbers: dict[str, list[float]] = {}
-
-    def own_name(self, place: str) -> str:
-        for given, other in NAMELESS.items():
-            if place.endswith(given):
-                return f"blk.{place.split('.')[2]}.{other}"
-        for given, other in OTHERS.items():
-            if place.endswith(given) or given.endswith(".") and given in place:
-                place = place.replace(given, other)
-        found = self.names.get_name(place, try_suffixes=(".weight", ".bias"))
-        assert found, place
-        return found
-
-    def put(self, place: str, weight: Tensor) -> None:
-        is_matrix = weight.ndim >= 2 and not any(each in place for each in FLOATS)
-        kind = self.types[self.count % len(self.types)] if is_matrix else (
-            gguf.GGMLQuantizationType.F32)
-        self.count += 1
-        added = np.float32(place.endswith("norm.weight") and self.arch in ADDED)
-        rows = weight.reshape(-1, weight.shape[-1]).numpy() + added
-        stored = in_gguf(rows, kind.name, self.count)
-        weight.copy_(torch.from_numpy(gguf.dequantize(stored, kind) - added).view(weight.shape))
-        # the halves of a head were reordered, its rows are one dimension again
-        shape = (-1,) if weight.ndim == 4 else weight.shape[:-1]
-        self.add_tensor(self.own_name(place), stored.reshape(*shape, stored.shape[-1]),
-                        raw_dtype=kind)
-
-    def put_all(self, place: str, weight: Tensor, config: Any) -> None:
-        if ".altup_" in place:
-            name, number, _ = place.rsplit(".", 2)
-            self.matrices[name] = [*self.matrices.get(name, []), weight]
-            if number == "2":
-                self.put(f"{name}.weight", together := torch.stack(self.matrices[name]))
-                for each, stored in zip(self.matrices[name], together):
-                    each.copy_(stored)
-        elif "act_fn." in place:
-            self.numbers.setdefault(f"xielu.{place.split('.')[-1]}", []).append(weight.item())
-        elif not (config.tie_word_embeddings and place == "lm_head.weight"):
-            for name, part in parts(place, weight, self.arch, config):
-                self.put(name, part)
-
-
-def entries_of(name: str, config: Any) -> Entries:
-    """What the file says, of all families and of its own."""
-    found, rope = dict(ENTRIES), getattr(config, "rope_parameters", None) or {}
-    if theta := rope.get("full_attention", rope).get("rope_theta"):
-        found["rope.freq_base"] = theta
-    size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
-    found |= {"attention.key_length": size, "attention.value_length": size}
-    if "partial_rotary_factor" in rope:
-        found["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
-    if hasattr(config, "rms_norm_eps"):
-        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
-    else:
-        known = [getattr(config, each) for each in EPSILONS if hasattr(config, each)]
-        found["attention.layer_norm_epsilon"] = [*known, 1e-5][0]
-    found |= MODELS[name][3]
-    if not getattr(config, "sliding_window", None):
-        found["attention.sliding_window"] = MODELS[name][3].get("attention.sliding_window")
-    return found
-
-
-@torch.no_grad()
-def write(model: Any, name: str, path: Path, kinds: list[str], changes: Entries) -> None:
-    config = model.config
-    writer = Writer(path, MODELS[name][0], config.num_hidden_layers + 1, kinds)
-    entries = entries_of(name, config) | changes
-    add_entries(writer, config, {each: entries[each] for each in entries
-                                 if entries[each] is not None})
-    # numbers that are no weights, layers that guess, and the keys of a layer that has none of its
-    # own, as released checkpoints have them
-    more: dict[str, Any] = {}
-    rope = getattr(config, "rope_parameters", None) or {}
-    if writer.arch == "gemma4":
-        more["rope_freqs.weight"] = [1.0] * 8 + [1e30] * 24
-    for length in ("long", "short") if rope.get("rope_type") == "longrope" else ():
-        more[f"rope_factors_{length}.weight"] = rope[f"{length}_factor"]
-    if "nextn_predict_layers" in MODELS[name][3]:
-        more |= {"blk.2.nextn.eh_proj.weight": [[0.0] * 256] * 128,
-                 "blk.2.attn_norm.weight": [0.0] * 128}
-    if entries.get("attention.shared_kv_layers"):
-        more["blk.3.attn_k.weight"] = [[0.0] * 128] * 64
-    for place, numbers in more.items():
-        writer.add_tensor(place, np.array(numbers, np.float32))
-    for place, weight in model.state_dict().items():
-        writer.put_all(place, weight, config)
-    for entry, of_layers in writer.numbers.items():
-        writer.add_array(entry, of_layers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.fixture
 def make_file(tmp_path):
     def made(name: str, kinds: str = "F32", changes: Any = ()) -> tuple[Path, Any]:
         model = make(name)
-        write(model, name, path := tmp_path / "model.gguf", kinds.split(), dict(changes))
+        arch, _, _, own = MODELS[name]
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        # numbers that are no weights, layers that guess, and the keys of a layer that has none of
+        # its own, as released checkpoints have them
+        more: Entries = {f"rope_factors_{length}.weight": rope[f"{length}_factor"]
+                         for length in ("long", "short") if rope.get("rope_type") == "longrope"}
+        if arch == "gemma4":
+            more["rope_freqs.weight"] = [1.0] * 8 + [1e30] * 24
+        if "nextn_predict_layers" in own:
+            more |= {"blk.2.nextn.eh_proj.weight": [[0.0] * 256] * 128,
+                     "blk.2.attn_norm.weight": [0.0] * 128}
+        if own.get("attention.shared_kv_layers"):
+            more["blk.3.attn_k.weight"] = [[0.0] * 128] * 64
+        write(model, [path := tmp_path / "model.gguf"], arch, kinds.split(), own | dict(changes),
+              more)
         return path, model
     return made
 
@@ -394,7 +253,7 @@ def make_file(tmp_path):
 @pytest.mark.parametrize("name, kinds", [
     *(pytest.param(name, KINDS.get(name, "Q8_0"), **{} if name in FAST else SLOW)
       for name in MODELS),
-    *(pytest.param(*each, **SLOW) for each in (
+    ("gpt oss", "F32"), ("gpt oss", "BF16"), *(pytest.param(*each, **SLOW) for each in (
         ("mixtral", "BF16"), ("gemma 3 scaled", "Q4_0"), ("phi 3", "Q4_0")))])
 def test_tokens_are_those_of_the_model(make_file, name, kinds):
     """In a batch and alone. Weights stay packed, also those of experts and of fused projections;
@@ -409,8 +268,9 @@ def test_tokens_are_those_of_the_model(make_file, name, kinds):
                        "kv_b_proj", "shared_mlp.gate_up", "mlp.gate.wg", *FLOATS))}
     # GPT-2 has no linears
     assert len(linears) >= 2 * model.config.num_hidden_layers or name == "gpt 2"
-    assert kinds == "BF16" or all(isinstance(each, QuantizedLinear) and each.is_quantized
-                                  for each in linears.values())
+    for each in linears.values():
+        is_quantized = isinstance(each, QuantizedLinear) and each.is_quantized
+        assert each.is_packed if kinds in ("F32", "BF16") else is_quantized
     has_experts = any(".experts." in place for place in linears)
     assert has_experts == ("expert_count" in MODELS[name][3])
     found = [each.outputs[0].token_ids for each in outputs]
@@ -487,8 +347,7 @@ def test_a_number_of_each_layer_that_is_missing(make_file):
     path, _ = make_file("apertus")
     header = Header([path])
     del header.fields["xielu.eps"]
-    with pytest.raises(ValueError, match="the file's xielu.eps='0 numbers' .*'2 numbers'"):
-        header.family.changes(header)
+    check_refused("the file's xielu.eps='0 numbers' .*'2 numbers'", header.family.changes, header)
 
 
 # YaRN's factor of cos and sin for texts that are 4 times as long
@@ -533,12 +392,10 @@ def test_what_a_family_does_not_have(make_file, name, entry, value, accepted):
     shown = "[-1]=True" if value == [True] * 4 else f"={value!r}"
     wanted = accepted if isinstance(accepted, str) else f"one of {accepted}"
     message = f"model={str(path)!r}: the file's {entry}{shown} is not accepted: it must be {wanted}"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        LLM(path)
+    check_refused(f"^{re.escape(message)}", LLM, path)
 
 
 def test_the_engine_says_that_it_has_no_such_model(make_file):
     """The message has the name of the file, not of the folder that is made of it."""
     path, _ = make_file("phi 3")
-    with pytest.raises(ValueError, match=f"^model='{path}' .* model_impl='transformers'"):
-        LLM(path, model_impl="native")
+    check_refused(f"^model='{path}' .* model_impl='transformers'", LLM, path, model_impl="native")

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import greedy_reference, token_ids
+from conftest import check_refused, greedy_reference, token_ids
 from fake_gpu import FakeGpu
 from forks import is_compiled_once
 from formats import (
     BFLOAT16, GREEDY, OPTIONS, PROMPTS, check_weights, expected, generated, in_words,
     make_quantized, packed_of)
 from quantizing import (
-    OTHER_CPUS, PACKED, REAL, SCALES, SCHEDULES, compare_products, draw, gguf_name, logprobs_of,
+    OTHER_CPUS, PACKED, REAL, SCALES, SCHEDULES, close, compare_products, draw, logprobs_of,
     make_gguf, num_bytes, run_on_another_cpu)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -69,8 +69,7 @@ def test_a_gguf_in_several_files(make_gguf):
     # a folder with nothing else
     assert generated(path.parent) == expected(model)
     path.with_name(path.name.replace("00001", "00002", 1)).unlink()
-    with pytest.raises(ValueError, match="there is no file .*00002-of-00003.gguf: it must be"):
-        LLM(path)
+    check_refused("there is no file .*00002-of-00003.gguf: it must be", LLM, path)
 
 
 def test_a_gguf_with_a_name_in_capitals(make_gguf):
@@ -87,8 +86,7 @@ def test_messages_about_a_file_beside_a_gguf(tmp_path, name):
     (folder := tmp_path / "my-model").mkdir()
     shutil.copy(REAL, folder)
     (folder / name).write_text("{")
-    with pytest.raises(ValueError, match="my-model"):
-        LLM(folder, **OPTIONS)
+    check_refused("my-model", LLM, folder, **OPTIONS)
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
@@ -104,23 +102,22 @@ def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
 
 @pytest.mark.parametrize("rope, entries", [
     (dict(rope_type="linear", factor=4.0),
-     [("{arch}.rope.scaling.type", "linear"), ("{arch}.rope.scaling.factor", 4.0)]),
+     {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
     (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
-     [("{arch}.rope.scaling.type", "yarn"), ("{arch}.rope.scaling.factor", 4.0),
-      ("{arch}.rope.scaling.original_context_length", 128)]),
+     {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+      "rope.scaling.original_context_length": 128}),
     # as llama.cpp takes them: "linear" if there is no type, the name of old files, no factor, the
     # context of the model
-    (dict(rope_type="linear", factor=4.0), [("{arch}.rope.scaling.factor", 4.0)]),
-    (dict(rope_type="linear", factor=4.0), [("{arch}.rope.scale_linear", 4.0)]),
-    (dict(rope_type="linear", factor=1.0), [("{arch}.rope.scaling.type", "linear")]),
+    (dict(rope_type="linear", factor=4.0), {"rope.scaling.factor": 4.0}),
+    (dict(rope_type="linear", factor=4.0), {"rope.scale_linear": 4.0}),
+    (dict(rope_type="linear", factor=1.0), {"rope.scaling.type": "linear"}),
     (dict(rope_type="linear", factor=1.0),
-     [("{arch}.rope.scaling.type", "none"), ("{arch}.rope.scaling.factor", 4.0)]),
-    (dict(rope_type="linear", factor=1.0), [("{arch}.rope.scaling.type", "yarn")]),
+     {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
+    (dict(rope_type="linear", factor=1.0), {"rope.scaling.type": "yarn"}),
     (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512, beta_fast=16.0,
           beta_slow=2.0),
-     [("{arch}.rope.scaling.type", "yarn"), ("{arch}.rope.scaling.factor", 4.0),
-      ("{arch}.rope.scaling.yarn_beta_fast", 16.0),
-      ("{arch}.rope.scaling.yarn_beta_slow", 2.0)])])
+     {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+      "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0})])
 def test_the_positions_of_a_gguf(make_gguf, rope, entries):
     path, model = make_gguf(["F32"], "Qwen2", entries=entries,
                             rope_parameters=rope | dict(rope_theta=10000.0))
@@ -135,51 +132,47 @@ def config_of(path) -> transformers.PretrainedConfig:
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_the_positions_of_llama_3(make_gguf, monkeypatch, factor):
+def test_the_positions_of_llama_3(make_gguf, factor):
     """Their parameters come back from the factors, the only ones that the file has."""
     rope = dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
                 original_max_position_embeddings=8192, rope_theta=500000.0)
     factors = llama3_factors(64, 500000.0, factor)
-    close = gguf.GGUFWriter.write_header_to_file
-    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda self: (
-        self.add_tensor("rope_freqs.weight", factors), close(self)))
-    path, model = make_gguf(["F32"], "Llama", rope_parameters=rope)
+    path, model = make_gguf(["F32"], "Llama", rope_parameters=rope,
+                            tensors={"rope_freqs.weight": factors})
     # whatever the caller's default device is
     with torch.device("meta"):
         assert config_of(path).rope_parameters == rope
     assert generated(path) == expected(model)
-    factors = factors * np.float32(1.1)
-    path, _ = make_gguf(["F32"], "Llama", rope_parameters=rope)
-    with pytest.raises(ValueError, match=r"rope_freqs.weight=.* must be those of Llama 3"):
-        LLM(path)
+    path, _ = make_gguf(["F32"], "Llama", rope_parameters=rope,
+                        tensors={"rope_freqs.weight": factors * np.float32(1.1)})
+    check_refused(r"rope_freqs.weight=.* must be those of Llama 3", LLM, path)
 
 
-@pytest.mark.parametrize("entries, message", [
-    ([("{arch}.expert_count", 8)], "expert_count=8 is not accepted: it must be one of .0."),
-    ([("{arch}.attention.sliding_window", 128)], "attention.sliding_window=128"),
-    ([("{arch}.rope.dimension_count", 32)], "rope.dimension_count=32 .* must be one of .64."),
-    ([("{arch}.rope.scaling.attn_factor", 0.5)], "rope.scaling.attn_factor=0.5"),
-    ([("{arch}.rope.scaling.type", "longrope")], "rope.scaling.type='longrope'"),
-    ([("{arch}.rope.scaling.yarn_attn_factor", 0.5)], "rope.scaling.yarn_attn_factor=0.5"),
-    ([("{arch}.rope.scaling.yarn_ext_factor", 0.5)], "rope.scaling.yarn_ext_factor=0.5"),
-    ([("{arch}.rope.scaling.yarn_log_multiplier", 0.5)], "rope.scaling.yarn_log_multiplier=0.5"),
-    ([("{arch}.attention.head_count", 0)], "attention.head_count=0 .* a number above 0"),
-    ([("{arch}.attention.head_count", "4")], "attention.head_count='4' .* a number above 0"),
-    ([("{arch}.attention.head_count_kv", [2, 4])],
+@pytest.mark.parametrize("entry, value, message", [
+    ("expert_count", 8, "expert_count=8 is not accepted: it must be one of .0."),
+    ("attention.sliding_window", 128, "attention.sliding_window=128"),
+    ("rope.dimension_count", 32, "rope.dimension_count=32 .* must be one of .64."),
+    ("rope.scaling.attn_factor", 0.5, "rope.scaling.attn_factor=0.5"),
+    ("rope.scaling.type", "longrope", "rope.scaling.type='longrope'"),
+    ("rope.scaling.yarn_attn_factor", 0.5, "rope.scaling.yarn_attn_factor=0.5"),
+    ("rope.scaling.yarn_ext_factor", 0.5, "rope.scaling.yarn_ext_factor=0.5"),
+    ("rope.scaling.yarn_log_multiplier", 0.5, "rope.scaling.yarn_log_multiplier=0.5"),
+    ("attention.head_count", 0, "attention.head_count=0 .* a number above 0"),
+    ("attention.head_count", "4", "attention.head_count='4' .* a number above 0"),
+    ("attention.head_count_kv", [2, 4],
      r"attention.head_count_kv=.2, 4. .* the same for all layers"),
-    ([("split.no", 1)], "split.no=1 is not accepted: it must be one of .0."),
-    ([("general.type", "adapter")], "general.type='adapter'")])
-def test_a_gguf_of_another_model(make_gguf, entries, message):
-    path, _ = make_gguf(["Q8_0"], entries=entries)
-    with pytest.raises(ValueError, match=f"^model='{path}': the file's {message}"):
-        LLM(path)
+    ("split.no", 1, "split.no=1 is not accepted: it must be one of .0."),
+    ("general.type", "adapter", "general.type='adapter'")])
+def test_a_gguf_of_another_model(make_gguf, entry, value, message):
+    path, _ = make_gguf(["Q8_0"], entries={entry: value})
+    check_refused(f"^model='{path}': the file's {message}", LLM, path)
 
 
 def test_a_number_for_each_layer(make_gguf):
     """llama.cpp takes a list in its place."""
-    lists = [("{arch}.attention.head_count", [4, 4]), ("{arch}.attention.head_count_kv", [2, 2]),
-             ("{arch}.feed_forward_length", [512, 512])]
-    path, model = make_gguf(["Q8_0"], "Llama", entries=lists)
+    path, model = make_gguf(["Q8_0"], "Llama", entries={
+        "attention.head_count": [4, 4], "attention.head_count_kv": [2, 2],
+        "feed_forward_length": [512, 512]})
     assert generated(path) == expected(model)
 
 
@@ -194,13 +187,6 @@ def changed(path: Path) -> tuple[Path, gguf.GGUFWriter, dict[str, Any]]:
     return path, writer, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def write(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def with_one_qkv(path: Path) -> Path:
     """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
     fused, writer, tensors = changed(path)
@@ -211,7 +197,7 @@ def with_one_qkv(path: Path) -> Path:
                               raw_dtype=tensor.tensor_type)
         elif "attn_k." not in name and "attn_v." not in name:
             writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
-    write(writer)
+    close(writer)
     return fused
 
 
@@ -228,9 +214,8 @@ def test_queries_keys_and_values_in_one_tensor(make_gguf, architecture, changes)
     ("mamba", {}, "general.architecture='mamba' .*'llama', 'qwen2', 'qw.*; otherwise it must be "
                   "the original model, which quantization='int8'")])
 def test_another_kind_of_file(tmp_path, architecture, options, message):
-    write(gguf.GGUFWriter(path := tmp_path / "a.gguf", architecture, **options))
-    with pytest.raises(ValueError, match=message):
-        LLM(path)
+    close(gguf.GGUFWriter(path := tmp_path / "a.gguf", architecture, **options))
+    check_refused(message, LLM, path)
 
 
 @pytest.mark.parametrize("kind", ["Q8_1", "Q8_K"])
@@ -239,20 +224,17 @@ def test_a_type_that_is_refused(tmp_path, make_gguf, kind):
     header = gguf_header.Header([path])
     header.tensors["blk.0.ffn_up.weight"] = header.tensors["blk.0.ffn_up.weight"]._replace(
         tensor_type=gguf.GGMLQuantizationType[kind])
-    with pytest.raises(ValueError, match=f"type {kind} are not read: .* such as Q4_K_M"):
-        header.check()
+    check_refused(f"type {kind} are not read: .* such as Q4_K_M", header.check)
 
 
 def test_a_file_that_is_no_gguf(tmp_path, bundled):
     (tmp_path / "a.gguf").write_text("not a model")
     for name in ("a.gguf", "b.gguf"):
-        with pytest.raises(ValueError, match=f"^model='{tmp_path / name}'"):
-            LLM(tmp_path / name)
+        check_refused(f"^model='{tmp_path / name}'", LLM, tmp_path / name)
     with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / 'b.gguf'}'"):
         LLM(bundled, tokenizer=str(tmp_path / "b.gguf"))
     (tmp_path / "b.gguf").write_text("another")
-    with pytest.raises(ValueError, match="several models: .* must be the path of one of a.gguf, b"):
-        LLM(tmp_path)
+    check_refused("several models: .* must be the path of one of a.gguf, b", LLM, tmp_path)
 
 
 def test_a_header_is_read_from_an_array():
@@ -277,8 +259,7 @@ def test_a_truncated_gguf(make_gguf):
     content = path.read_bytes()
     for broken in (content[:-5000], content[:200], b"", b"GGUF" + b"\xff" * 99, b"not a model"):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match=f"^model='{path}': .* not a GGUF file: download"):
-            LLM(path)
+        check_refused(f"^model='{path}': .* not a GGUF file: download", LLM, path)
 
 
 def test_the_images_of_a_model_are_no_model(make_gguf):
@@ -286,38 +267,34 @@ def test_the_images_of_a_model_are_no_model(make_gguf):
     path, model = make_gguf(["Q8_0"])
     writer = gguf.GGUFWriter(other := path.with_name("model-mmproj-f16.gguf"), "clip")
     writer.add_string("general.type", "mmproj")
-    write(writer)
+    close(writer)
     assert generated(path.parent) == expected(model)
     path.unlink()
     for given in (path.parent, other):
-        with pytest.raises(ValueError, match="general.type='mmproj' is not accepted"):
-            LLM(given)
+        check_refused("general.type='mmproj' is not accepted", LLM, given)
 
 
 def test_a_tensor_of_gguf_that_is_missing(make_gguf, monkeypatch):
     path, _ = make_gguf(["Q8_0"])
     monkeypatch.setitem(gguf_header.NAMES, "ffn_up", "mlp.other")
-    with pytest.raises(ValueError, match="layers.0.mlp.other.weight"):
-        LLM(path)
+    check_refused("layers.0.mlp.other.weight", LLM, path)
 
 
 TEXTS = ["12 + 34 =", "hello wörld <|im_end|> foo\n\n  x", "Once upon a time, there was 1"]
 
 
-def read_plainly(path: Path) -> dict[str, Tensor]:
-    """The weights of a file whose rows are in order."""
-    return {tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-            for tensor in gguf.GGUFReader(path).tensors}
-
-
 def test_a_real_file(bundled):
-    plain = read_plainly(REAL)
+    # whose rows are in order
+    plain = {tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+             for tensor in gguf.GGUFReader(REAL).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
     config = transformers.Qwen3Config(
         vocab_size=867, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
         rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
     model = transformers.Qwen3ForCausalLM(config).eval()
-    model.load_state_dict({name: plain[gguf_name(name)] for name in model.state_dict()})
+    model.load_state_dict({name: plain[names.get_name(name, (".weight",))]
+                           for name in model.state_dict()})
     tokenizer = transformers.AutoTokenizer.from_pretrained(bundled)
     with LLM(REAL, **OPTIONS) as llm:
         for prompt in TEXTS:
@@ -398,8 +375,8 @@ def test_a_folder_stays_as_it_is(tmp_path):
 
 def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
     """transformers does not know its kind."""
-    path, model = make_gguf(["Q8_0"], vocab_size=867, entries=[
-        ("tokenizer.ggml.model", "rwkv"), ("tokenizer.ggml.tokens", ["a", "b"])])
+    path, model = make_gguf(["Q8_0"], vocab_size=867, entries={
+        "tokenizer.ggml.model": "rwkv", "tokenizer.ggml.tokens": ["a", "b"]})
     with pytest.raises(ValueError, match=f"^model='{path}': its tokenizer is not read: it must be "
                        r"replaced by tokenizer=….*'rwkv'"):
         LLM(path)
@@ -470,8 +447,7 @@ def test_rounded_zeros_and_the_largest_numbers():
     ("int3", "quantization='int3' is not accepted: it must be 'int8', 'int4' or None, or"),
     ("INT8", "'INT8'"), ("", "quantization=''")])
 def test_a_quantization_that_is_refused(tiny, value, message):
-    with pytest.raises(ValueError, match=message):
-        LLM(tiny, quantization=value, **OPTIONS)
+    check_refused(message, LLM, tiny, quantization=value, **OPTIONS)
 
 
 def test_a_quantization_that_the_model_has_not(make_quantized):
@@ -499,8 +475,7 @@ def test_without_its_package_a_gguf_is_refused(monkeypatch):
         monkeypatch.delitem(sys.modules, f"nanoengine_extras.models.gguf.{name}")
         monkeypatch.delattr(f"nanoengine_extras.models.gguf.{name}")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=f"^model='{REAL}' needs .* the package gguf"):
-        LLM(REAL)
+    check_refused(f"^model='{REAL}' needs .* the package gguf", LLM, REAL)
 
 
 def test_the_log_says_what_it_costs(tiny, caplog):
@@ -755,8 +730,7 @@ def test_packed_weights_have_to_fit_the_memory(bundled, monkeypatch, quantizatio
     monkeypatch.setattr(memory, "free_memory", lambda most: size * 11 // 10)
     LLM(path, **options).close()
     monkeypatch.setattr(memory, "free_memory", lambda most: size * 9 // 10)
-    with pytest.raises(ValueError, match="GiB of weights' is not accepted: it must be smaller"):
-        LLM(path, **options)
+    check_refused("GiB of weights' is not accepted: it must be smaller", LLM, path, **options)
 
 
 def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
