@@ -138,9 +138,14 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """A test that asks for a deleted feature is skipped: the error names it. After a test, the
-    engines of its fixtures are idle."""
-    yield from skip_for_a_deleted_feature()
+    """A test that asks for a deleted feature is skipped: the error names it."""
+    return (yield from skip_for_a_deleted_feature())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """After a test and its own fixtures, the engines that it was given are idle."""
+    yield
     for value in item.funcargs.values():
         if isinstance(value, LLM):
             check_idle(value)
