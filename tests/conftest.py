@@ -38,6 +38,8 @@ from nanoengine.policies import TABLES  # noqa: E402
 from nanoengine_extras import ALWAYS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
+# scripts, which import each other
+sys.path.insert(0, str(ROOT / "tests" / "models"))
 
 
 # What takes longest comes first, so that both processes have work to the end: as a rule, a large
@@ -161,7 +163,6 @@ def on_a_cpu(request, monkeypatch) -> None:
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
     """The folder of a tiny model, by its name in tests/models/architectures.py."""
-    # its tests have this folder among those of modules
     import architectures
     made: dict[str, Path] = {}
 
@@ -376,6 +377,14 @@ def use_policies(llm: LLM, **changes) -> None:
     runner.features = llm.inputs.features = Features(ALWAYS)
     llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
     llm.driver = type(llm.driver)(llm.engine)
+
+
+def check_fault(capsys, main: Callable, tool: str, arguments: list[str], message: str) -> None:
+    """A tool ends with one sentence about a user's mistake."""
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"python -m nanoengine {tool}: error: ") and message in last
 
 
 def check_refused(message: str, call: Callable, *arguments, **options) -> None:

@@ -6,7 +6,6 @@ returns the tensors of a file, by the ends of their names, and what they stand f
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import compare
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,6 @@ from nanoengine_extras.cpu.packed import QuantizedEmbedding, QuantizedLinear
 from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.models.quantized import choose_opener
 from nanoengine_extras.models.quantized.stored import Stored
-
-# `folder_of` makes models there
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-
-import compare  # noqa: E402
 
 Parts = dict[str, Tensor]
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=2, head_dim=64)

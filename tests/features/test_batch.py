@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, check_fault
 
 from nanoengine_extras.tools import batch
 
@@ -495,10 +495,7 @@ def test_faults_of_a_user_are_one_sentence(bundled, tmp_path, capsys):
             ([*files, "--model", bundled, "--options", "[5]"], "--options: JSON"),
             ([*files, "--model", bundled, "--options", '{"dtyp": 1}'], "nearest is dtype"),
             ([*files, "--model", str(tmp_path)], "config.json")]:
-        with pytest.raises(SystemExit, match="2"):
-            batch.main(flags)
-        *_, last = capsys.readouterr().err.splitlines()
-        assert last.startswith("python -m nanoengine batch: error: ") and message in last
+        check_fault(capsys, batch.main, "batch", flags, message)
         assert not (tmp_path / "results.jsonl").exists() or not results(tmp_path / "results.jsonl")
 
 

@@ -376,12 +376,15 @@ def test_without_a_template_the_error_says_what_to_do(bundled, template):
 
 
 @pytest.mark.parametrize("template, message", [
+    *((dict(chat_template_kwargs=bad), "chat_template_kwargs=") for bad in (
+        5, "", "x", [], [("a", 1)], True, {"tokenize": True})),
     (5, "chat_template=5 is not accepted"), ("{% if %}", "chat_template: "),
     ("{{ 5 | nothing }}", "chat_template: "), ("{{ 1 / 0 }}", "messages: division by zero"),
     ("chat_template.jinja", "chat_template=.*a Jinja template: Path\\(…\\).read_text"),
     ("a/template.txt", "chat_template=.*a Jinja template: Path\\(…\\).read_text")])
 def test_what_is_no_template_is_refused(prompt, template, message):
-    check_refused(message, prompt, [{"role": "user", "content": "a"}], template)
+    options = template if isinstance(template, dict) else dict(template=template)
+    check_refused(message, prompt, [{"role": "user", "content": "a"}], **options)
 
 
 def test_a_message_is_continued_or_answered(prompt):
@@ -405,12 +408,6 @@ def test_template_kwargs_override_named_keywords(prompt):
             "tools": [{"type": "mine"}]}) == "mine"
     assert prompt(chat, "x", chat_template_kwargs={"chat_template": "y"}) == "y"
     assert prompt(chat, "{{ z }}", chat_template_kwargs={"z": "<"}) == "<"
-
-
-@pytest.mark.parametrize("bad", [5, "", "x", [], [("a", 1)], True, {"tokenize": True}])
-def test_template_kwargs_that_are_no_dict(prompt, bad):
-    with pytest.raises(ValueError, match="chat_template_kwargs="):
-        prompt([{"role": "user", "content": "a"}], chat_template_kwargs=bad)
 
 
 def test_a_template_that_the_user_sets_counts_and_truncation_does_not(bundled):

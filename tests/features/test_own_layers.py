@@ -1,18 +1,12 @@
 """Layers of models of transformers that are the engine's own: which ones, which stay, and why."""
 
-import sys
 from importlib import import_module
-from pathlib import Path
 
+import compare
 import pytest
 from transformers.models.llama import modeling_llama as llama
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "models"))
-
-import compare  # noqa: E402
-
-from nanoengine import LLM  # noqa: E402
+from nanoengine import LLM
 
 pytestmark = pytest.mark.needs("models.transformers_models")
 # whole decoders, in a dtype in which norms have it, too; some have experts or another activation in

@@ -4,7 +4,8 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_idle, check_refused, for_feature, random_prompts
+from conftest import (
+    ROOT, check_fault, check_idle, check_refused, for_feature, random_prompts)
 from safetensors.torch import load_file, save_file
 from pieces import KINDS, sentencepiece
 from transformers import AutoTokenizer
@@ -275,7 +276,4 @@ def test_the_command(bundled, capsys):
     (["a", " b", "--model", "/no/such"], "model='/no/such' is not accepted")])
 def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit, match="2"):
-        scores.main(arguments)
-    *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("python -m nanoengine score: error: ") and message in last
+    check_fault(capsys, scores.main, "score", arguments, message)

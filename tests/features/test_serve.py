@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-from conftest import ROOT, check_idle, until, wait_until
+from conftest import ROOT, check_fault, check_idle, until, wait_until
 
 from nanoengine import LLM, CompletionOutput, RequestOutput, SamplingParams
 
@@ -425,10 +425,7 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
                 (("--model", NAME, "--port", "0", "--options", "{"), "--options: JSON"),
                 (("--model", NAME, "--port", "0", "--options", '{"dtyp": 1}'), "dtype"),
                 (("--model", NAME, "--port", "0"), "is an empty folder")]:
-            with pytest.raises(SystemExit, match="2"):
-                module.main([*flags])
-            *_, last = capsys.readouterr().err.splitlines()
-            assert last.startswith("python -m nanoengine serve: error: ") and message in last
+            check_fault(capsys, module.main, "serve", [*flags], message)
 
 
 @pytest.mark.needs("running.memory")

@@ -284,7 +284,7 @@ def test_what_goes_on_and_on_takes_no_more_time_with_each_token(
     (["world", "lo w"], "hel", "lo w"),
     (["o"], "hell", "o"),
     (["wo", "wor"], "hello ", "wo"),
-    (["nothing"], "hello world again", None),
+    (["nothing"], "hello world again", None), (["lo world"], "hel", "lo world"),
 ])
 def test_stop_strings_across_tokens(byte_tokenizer, stop, expected, reason):
     texts, output, found = generate(byte_tokenizer, "hello world again", stop=stop)
@@ -352,9 +352,6 @@ def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tok
     texts, output, _ = generate(byte_tokenizer, "hello world", stop=["lo world, and more"])
     assert output.text == "hello world"
     assert texts[:-1] == [""] * 10 and texts[-1] == "hello world"
-    texts, output, _ = generate(byte_tokenizer, "hello world", stop=["lo world"])
-    assert output.text == "hel"
-    assert all("hel".startswith(text) for text in texts)
 
 
 def test_stop_strings_end_the_generation(llm):

@@ -64,25 +64,22 @@ def streamed(pieces: list[str], reason: str | None = "stop") -> tuple[str, list[
             [call["function"] for delta in found for call in delta.get("tool_calls", [])])
 
 
-@pytest.mark.parametrize("text", NO_CALLS)
-def test_what_is_no_call_stays_text(text):
-    assert parsed(text, True) == streamed([text]) == (text, [])
-
-
-@pytest.mark.parametrize("text, content, calls", CALLS)
+@pytest.mark.parametrize("text, content, calls", [*CALLS, *((text, text, []) for text in NO_CALLS)])
 def test_calls(text, content, calls):
+    """What is no call stays text."""
     assert parsed(text, True) == streamed([text]) == (content, calls)
 
 
-@pytest.mark.parametrize("text", [text for text in NO_CALLS if 0 < len(text) < 1000]
-                         + [text for text, *_ in CALLS])
+TEXTS = [text for text in NO_CALLS if 0 < len(text) < 1000] + [text for text, *_ in CALLS]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_a_stream_of_single_characters_is_the_whole_answer(text):
     assert streamed([*text]) == streamed([text])
     assert streamed([*text, ""]) == streamed([text])
 
 
-@pytest.mark.parametrize("text", [text for text in NO_CALLS if len(text) < 1000]
-                         + [text for text, *_ in CALLS])
+@pytest.mark.parametrize("text", TEXTS)
 def test_both_only_grow(text):
     """The calls in the beginning of a text stay calls of the whole."""
     content, calls = "", []

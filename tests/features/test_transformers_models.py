@@ -6,33 +6,28 @@ import json
 import logging
 import math
 import shutil
-import sys
 import weakref
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import architectures
+import compare
 import pytest
+import schedules
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from compare import tokens
+from conftest import check_refused, use_policies
+from fake_gpu import FakeGpu
+from test_torch_settings import SETTINGS
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "models"))
-
-import architectures  # noqa: E402
-import compare  # noqa: E402
-import schedules  # noqa: E402
-from compare import tokens  # noqa: E402
-from conftest import check_refused, use_policies  # noqa: E402
-from fake_gpu import FakeGpu  # noqa: E402
-from test_torch_settings import SETTINGS  # noqa: E402
-
-from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine.features import is_installed  # noqa: E402
-from nanoengine.model import Decoder, RMSNorm, rms_norm, swiglu  # noqa: E402
-from nanoengine_extras.models.transformers_models import check, modules, watching  # noqa: E402
+from nanoengine import LLM, SamplingParams
+from nanoengine.features import is_installed
+from nanoengine.model import Decoder, RMSNorm, rms_norm, swiglu
+from nanoengine_extras.models.transformers_models import check, modules, watching
 
 GREEDY = compare.GREEDY
 # of each kind: windows, soft caps, sinks, no positions, learned positions, other angles, experts,
