@@ -131,7 +131,7 @@ def test_snippets(file, monkeypatch):
 @pytest.mark.parametrize("file", [
     pytest.param(file, marks=pytest.mark.slow if file == SLOW else ()) for file in OTHERS],
     **by_name)
-def test_snippets_of_other_documents(file, monkeypatch, tmp_path):
+def test_snippets_of_other_documents(file, monkeypatch):
     """Each part of a document, from one heading to the next, has a namespace. What a snippet prints
     is compared where an output follows. One that begins with `# needs …` is only compiled."""
     monkeypatch.chdir(ROOT)

@@ -85,7 +85,7 @@ def test_other_files_beside_a_model_do_not_matter(copy):
     assert tokens(copy) == expected
 
 
-def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model, tmp_path):
+def test_tied_embeddings_may_or_may_not_be_in_the_file(make_model):
     folder, _ = make_model(tie_word_embeddings=True)
     expected = tokens(folder)
     rewrite(Path(folder), lambda t: t.update(

@@ -159,7 +159,7 @@ def test_sizes_that_no_memory_holds_are_refused(make_llm, options, message):
     dict(rope_parameters=None, rope_theta=5e4, rope_scaling=None),
     dict(rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="linear", factor=2.0)),
 ])
-def test_older_and_odder_ways_to_write_rope(make_model, tiny, tmp_path, changes):
+def test_older_and_odder_ways_to_write_rope(tiny, tmp_path, changes):
     """What transformers makes of a config is what we make of it."""
     folder = change_config(tiny, tmp_path, **changes)
     (tmp_path / "model.safetensors").write_bytes((Path(tiny) / "model.safetensors").read_bytes())

@@ -194,7 +194,7 @@ def numbers(rows: list) -> set[int]:
     return {number for number, row in enumerate(rows, 1) if row != b""}
 
 
-def test_a_job_that_is_stopped_goes_on(job, monkeypatch, capsys):
+def test_a_job_that_is_stopped_goes_on(job, capsys):
     rows = many()
     expected = without_times(job(rows))
     assert expected.keys() == numbers(rows)

@@ -219,7 +219,7 @@ def test_another_kind_of_file(tmp_path, architecture, options, message):
 
 
 @pytest.mark.parametrize("kind", ["Q8_1", "Q8_K"])
-def test_a_type_that_is_refused(tmp_path, make_gguf, kind):
+def test_a_type_that_is_refused(make_gguf, kind):
     path, _ = make_gguf(["Q8_0"])
     header = gguf_header.Header([path])
     header.tensors["blk.0.ffn_up.weight"] = header.tensors["blk.0.ffn_up.weight"]._replace(
@@ -247,7 +247,7 @@ def test_a_header_is_read_from_an_array():
         assert np.array_equal(tensor.data, own.data)
 
 
-def test_the_folder_of_a_gguf_is_a_model(bundled):
+def test_the_folder_of_a_gguf_is_a_model():
     """As `bench.py` gives it to several engines."""
     folder = find_model(REAL, EngineConfig(REAL))
     assert find_model(folder, EngineConfig(folder)) == folder

@@ -431,7 +431,6 @@ def test_outputs_that_fill_no_block(tmp_path):
     assert torch.equal(part.rows(torch.arange(96)), wanted)
 
 
-INT8_ZEROS = torch.ones(8, 1, dtype=torch.int8)
 ONE_SCALE = dict(quant_method="fp8")
 MLX = dict(quant_method="mlx", bits=4, group_size=32)
 OF_MLX = dict(weight=torch.ones(64, 16).int(), scales=torch.ones(64, 4), biases=torch.ones(64, 4))

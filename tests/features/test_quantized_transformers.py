@@ -243,7 +243,7 @@ def test_what_has_no_packed_form(make_quantized, folder_of, caplog, form):
     assert "no act-order" in caplog.text
 
 
-def test_a_native_family_computed_by_transformers(tiny, tmp_path):
+def test_a_native_family_computed_by_transformers(tiny):
     """It has the same tokens as the engine's own decoder; so has a GGUF file."""
     for path, options in ((tiny, dict(quantization="int4")), (REAL, {})):
         found = []

@@ -300,7 +300,7 @@ def test_an_interrupted_step_leaves_a_clean_engine(small_llm, always):
     assert [each.outputs for each in found] == [each.outputs for each in expected]
 
 
-def test_what_is_refused(bundled):
+def test_what_is_refused():
     """Before a model is loaded: there is none."""
     with pytest.raises(ValueError, match="run_ahead=True is not accepted: it must be False with"):
         LLM("none", speculation="prompt-lookup", run_ahead=True)

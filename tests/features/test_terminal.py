@@ -131,7 +131,7 @@ def test_ctrl_c_ends_an_answer_in_a_terminal(start, bundled):
     assert shell.wait() == 0
 
 
-def test_a_single_answer_that_is_interrupted(bundled, monkeypatch, capsys):
+def test_a_single_answer_that_is_interrupted(bundled, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
         yield
@@ -163,7 +163,7 @@ def test_a_tool_has_help(name, monkeypatch, capsys):
 @pytest.mark.parametrize("arguments", [
     ["--", "serve"], ["--temperature", "0", "serve"], ["--max-tokens", "3", "--", "bench"],
     ["served"], ["serve the tea"]])
-def test_other_prompts_are_texts(arguments, monkeypatch, capsys, bundled):
+def test_other_prompts_are_texts(arguments, monkeypatch, bundled):
     """Also a single word that names a tool, after two dashes."""
     prompts = []
     monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: prompts.append(prompt) or [])
