@@ -118,6 +118,11 @@ def for_feature(name: str, *parameters: tuple) -> list:
     return [pytest.param(*each, marks=pytest.mark.needs(name)) for each in parameters]
 
 
+def slow(*values: object):
+    """Parameters of a slow test."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def skip_for_a_deleted_feature():
     try:
         return (yield)

@@ -6,7 +6,7 @@ import random
 import numba
 import pytest
 import torch
-from conftest import ROOT, next_number, random_prompts
+from conftest import ROOT, next_number, random_prompts, slow
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
@@ -75,7 +75,7 @@ QWEN2 = "Qwen2", {"head_dim": None, "num_attention_heads": 2, "num_key_value_hea
 
 @pytest.mark.parametrize("architecture, changes, dtype", [
     ("Qwen3", {}, "float32"), ("Qwen3", {}, "bfloat16"), (*QWEN2, "float32"),
-    *(pytest.param(*each, marks=pytest.mark.slow)
+    *(slow(*each)
       for each in ((*LLAMA, "float32"), (*LLAMA, "bfloat16"), (*QWEN2, "bfloat16")))])
 def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype):
     folder, _ = make_model(architecture, **changes)
@@ -83,7 +83,7 @@ def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype
 
 
 @pytest.mark.parametrize("dtype", [
-    pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+    slow("float32"), "bfloat16"])
 def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
     """Those of Qwen3-0.6B, with smaller heads in their place, two layers and fewer tokens."""
     config = json.loads((ROOT / "models/qwen3-0.6b/config.json").read_text())

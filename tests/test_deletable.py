@@ -5,7 +5,7 @@ import importlib.util
 import json
 
 import pytest
-from conftest import ROOT, packages_imported_by
+from conftest import ROOT, packages_imported_by, slow
 from forks import run_in_fork
 
 FOLDER = ROOT / "nanoengine_extras"
@@ -238,7 +238,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)],
+@pytest.fixture(scope="module", params=[False, slow(True)],
                 ids=["itself", "all"])
 def found(request, tiny, bundled, tmp_path_factory) -> dict:
     """What went wrong without each of them, and what each case imports."""

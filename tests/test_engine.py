@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 from conftest import (
-    check_blocks, check_idle, complete, generate, overtaking, random_prompts, token_ids,
+    check_blocks, check_idle, complete, generate, overtaking, random_prompts, slow, token_ids,
     use_policies)
 from test_scheduler import (
     ShadowCache, expected_output, make_engine as make_shadow_engine, make_sequence)
@@ -193,7 +193,7 @@ def alone(make_llm):
 # the other pairs are in test_random_requests.py
 @pytest.mark.parametrize("scheduling, run_ahead", [
     ("prefill-first", False), ("mixed", True),
-    pytest.param("static", True, marks=pytest.mark.slow)])
+    slow("static", True)])
 @pytest.mark.parametrize("options, happened", [
     (dict(), lambda m: m["prefix_cache_hits"] > 0 == m["num_preemptions"]),
     (dict(max_num_seqs=3), lambda m: 2 < m["batched_sequences"] / m["num_steps"] <= 3),

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_idle, overtaking, random_prompts
+from conftest import check_idle, overtaking, random_prompts, slow
 from fake_gpu import (
     HAS_TRITON, FakeGpu, FakeGraph, GpuError, flash_attn_with_kvcache, splits_of_keys)
 from safetensors.torch import load_file, save_file
@@ -132,7 +132,7 @@ def needs(backend: str) -> None:
 
 
 def slow_but(some: list[str], names: Any) -> list:
-    return [pytest.param(name, marks=() if name in some else pytest.mark.slow) for name in names]
+    return [name if name in some else slow(name) for name in names]
 
 
 # ------------------------------------------------------------------------------ plain steps
@@ -235,7 +235,7 @@ def patient(make_model) -> str:
                       num_key_value_heads=1)[0]
 
 
-@pytest.mark.parametrize("run_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("run_ahead", [slow(False), True])
 def test_graphs_of_all_widths_give_the_same_tokens(engines, patient, run_ahead):
     """A sequence grows from one width to the next, beside short ones."""
     options = dict(max_model_len=9000, max_num_batched_tokens=4096, num_kv_blocks=120)
@@ -298,7 +298,7 @@ def folders(make_model) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("backend", [
-    "flash-attn", pytest.param("varlen", marks=pytest.mark.slow)])
+    "flash-attn", slow("varlen")])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_architectures(engines, folders, architecture, backend):
     needs(backend)

@@ -4,7 +4,7 @@ import random
 import threading
 
 import pytest
-from conftest import overtaking
+from conftest import overtaking, slow
 
 from nanoengine import LLM, SamplingParams
 
@@ -68,7 +68,7 @@ def alone(bundled, tokenizer):
         yield lambda prompt, params: llm.generate(prompt, params, use_tqdm=False)[0]
 
 
-SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))]
+SEEDS = [*range(5), *(slow(seed) for seed in range(5, 20))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

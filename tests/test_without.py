@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 import pytest
-from conftest import ROOT, packages_imported_by, random_prompts
+from conftest import ROOT, packages_imported_by, random_prompts, slow
 from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
@@ -233,7 +233,7 @@ PROMPTS = random_prompts([5, 40, 90, 1])
 @pytest.mark.needs("running.strict", "running.swapping",
                    "sampling.structured_outputs", "tools.serve")
 @pytest.mark.parametrize("missing", [
-    [*PACKAGES], *[pytest.param([name], marks=pytest.mark.slow) for name in PACKAGES]], ids=str)
+    [*PACKAGES], *[slow([name]) for name in PACKAGES]], ids=str)
 def test_a_missing_package(tiny, missing):
     """It takes away the feature that needs it, with one line in the log."""
     cases = [(name, PACKAGES[name][1]) for name in missing]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import check_refused
+from conftest import check_refused, slow
 from quantizing import (
     ADDED, FLOATS, GREEDY, OPTIONS, PROMPTS, Entries, check_config, expected, generated, write)
 
@@ -210,7 +210,6 @@ KINDS = {"qwen 3 experts": "Q4_K Q6_K Q8_0", "qwen 3 tied": "Q4_0", "qwen 2 expe
 FAST = ("gemma 3 scaled", "gemma 4 small", "phi 3 long", "smollm3", "apertus", "granite", "olmo 3",
         "glm 4", "command r7b", "starcoder 2", "ministral 3", "gpt 2", "qwen 3 experts", "mixtral",
         "deepseek 3", "gpt oss")
-SLOW: Any = dict(marks=pytest.mark.slow)
 def make(name: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     arch, kind, changes, _ = MODELS[name]
@@ -251,10 +250,10 @@ def make_file(tmp_path):
 
 
 @pytest.mark.parametrize("name, kinds", [
-    *(pytest.param(name, KINDS.get(name, "Q8_0"), **{} if name in FAST else SLOW)
-      for name in MODELS),
-    ("gpt oss", "F32"), ("gpt oss", "BF16"), *(pytest.param(*each, **SLOW) for each in (
-        ("mixtral", "BF16"), ("gemma 3 scaled", "Q4_0"), ("phi 3", "Q4_0")))])
+    *((name, KINDS.get(name, "Q8_0")) for name in FAST),
+    *(slow(name, KINDS.get(name, "Q8_0")) for name in MODELS if name not in FAST),
+    ("gpt oss", "F32"), ("gpt oss", "BF16"), slow("mixtral", "BF16"),
+    slow("gemma 3 scaled", "Q4_0"), slow("phi 3", "Q4_0")])
 def test_tokens_are_those_of_the_model(make_file, name, kinds):
     """In a batch and alone. Weights stay packed, also those of experts and of fused projections;
     but not those of a linear that the file has in two."""
@@ -281,7 +280,7 @@ def test_tokens_are_those_of_the_model(make_file, name, kinds):
 
 @pytest.mark.parametrize("name, kinds", [
     *((name, KINDS[name]) for name in ("qwen 3 experts", "mixtral")), ("gpt 2", "F32"),
-    *(pytest.param(name, "F32", **SLOW) for name in MODELS)])
+    *(slow(name, "F32") for name in MODELS)])
 def test_tokens_without_kernels(make_file, name, kinds):
     path, model = make_file(name, kinds)
     assert generated(path, kernels=False) == expected(model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import slow
 from fake_gpu import FakeGpu, GpuError, storage_of
 from safetensors.torch import load_file
 from test_gpu_path import (
@@ -46,7 +47,7 @@ def test_layers_on_the_host_are_spread(count, chosen):
 
 @pytest.mark.parametrize("num_layers, enforce_eager", [
     (0.1, True), (2, False), (3, True), (4, False), (1000, True),
-    *(pytest.param(*each, marks=pytest.mark.slow)
+    *(slow(*each)
       for each in ((0.1, False), (2, True), (3, False), (4, True), (1000, False)))])
 def test_weights_on_the_host(engines, deep, num_layers, enforce_eager):
     """The same tokens, with nothing that waits, and with so much less on the device."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import check_refused, greedy_reference, token_ids
+from conftest import check_refused, greedy_reference, slow, token_ids
 from fake_gpu import FakeGpu
 from forks import is_compiled_once
 from formats import (
@@ -526,7 +526,7 @@ def test_on_a_gpu(make_quantized, tiny, name, options):
 
 def rows_to_compare() -> list:
     return [(1, 2, 3, 5, 7, 40),
-            pytest.param((*range(1, 41), 64, 100, 512), marks=pytest.mark.slow)]
+            slow((*range(1, 41), 64, 100, 512))]
 
 
 @pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
@@ -673,7 +673,7 @@ def test_mixed_parts_of_gguf(make_gguf, kinds):
 
 
 @pytest.mark.parametrize(
-    "name", ["int4", pytest.param("int8", marks=pytest.mark.slow), "Q4_K_M", "awq"])
+    "name", ["int4", slow("int8"), "Q4_K_M", "awq"])
 def test_a_whole_model_has_the_bits_of_the_dequantized_one(
         bundled, make_quantized, monkeypatch, name):
     """However its requests are run."""

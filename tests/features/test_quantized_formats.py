@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, token_ids
+from conftest import check_refused, slow, token_ids
 from formats import (
     AUTO_ROUND, AWQ, BFLOAT16, EXPERTS, FORMATS, FP8, GPTQ, GREEDY, INT8, OPTIONS, PROMPTS, ROUNDED,
     Parts, change, change_config, check_damages, check_packed, check_weights, compressed, expected,
@@ -25,10 +25,6 @@ from nanoengine_extras.cpu import compiling
 from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.models.quantized import choose_opener, methods
 from nanoengine_extras.models.quantized.loading import pack
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 NAMES = [slow(name) if form.is_slow else name for name, form in FORMATS.items()]

@@ -13,7 +13,7 @@ import formats
 import pytest
 import torch
 import transformers
-from conftest import ROOT, check_refused
+from conftest import ROOT, check_refused, slow
 from formats import (
     change, check_packed, compare, modules_of, num_packed, packed_of, with_weights)
 from safetensors.torch import load_file
@@ -35,8 +35,6 @@ REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
 NAMES = ["gemma2", "phi3", "olmo2", "mixtral", "gpt2"]
 MORE = ["gpt_oss", "qwen3_moe", "gemma3 images", "gpt_neox", "opt", "deepseek_v3", "granite"]
 PROMPTS = compare.random_prompts()
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:

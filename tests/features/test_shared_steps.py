@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import (
-    GREEDY, check_idle, check_refused, generate, random_prompts, token_ids, wait_until)
+    GREEDY, check_idle, check_refused, generate, random_prompts, slow, token_ids, wait_until)
 
 from nanoengine import SamplingParams
 from nanoengine.engine import Engine
@@ -352,7 +352,7 @@ CALLS = ["generate", "stream", "by hand", "abort", "a dropped stream"]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("shared_llm, name", [
     *((False, name) for name in CALLS), (True, "generate"),
-    *(pytest.param(True, name, marks=pytest.mark.slow) for name in CALLS[1:])],
+    *(slow(True, name) for name in CALLS[1:])],
     indirect=["shared_llm"])
 def test_ctrl_c_at_any_line(shared_llm, name):
     """The next call begins with a clean engine, and gets the right tokens; none is left behind."""

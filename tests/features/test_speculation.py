@@ -15,7 +15,7 @@ import prompter
 import pytest
 import test_scheduler
 import torch
-from conftest import check_idle, check_refused, random_prompts
+from conftest import check_idle, check_refused, random_prompts, slow
 from llguidance import LLParserLimits
 from safetensors.torch import load_file, save_file
 from test_random_requests import make_options, make_params, make_prompt, parts_of
@@ -103,7 +103,7 @@ def plain_llm(request, bundled):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+    "seed", [*range(3), *(slow(seed) for seed in range(3, 8))])
 def test_random_requests(bundled, plain_llm, seed, always):
     """Under random options, in one thread or three, each as if alone in an engine that does not
     guess."""

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Annotated, Literal
 
 import pytest
-from conftest import check_idle, complete
+from conftest import check_idle, complete, slow
 from pydantic import BaseModel, Field
 from random_schemas import ByteGrammar, random_schema, verdict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -162,7 +162,7 @@ def nested(schema: dict) -> list:
 
 
 @pytest.mark.parametrize("places", [
-    slice(None, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)], ids=["some", "all"])
+    slice(None, None, 5), slow(slice(None))], ids=["some", "all"])
 @pytest.mark.parametrize("schema", TOGETHER, ids=json.dumps)
 def test_keywords_together_are_enforced_or_refused(schema, places):
     rng = random.Random(1)

@@ -20,7 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from compare import tokens
-from conftest import check_refused, use_policies
+from conftest import check_refused, slow, use_policies
 from fake_gpu import FakeGpu
 from test_torch_settings import SETTINGS
 
@@ -42,10 +42,6 @@ MORE = [
     "cohere2", "opt", "phi", "stablelm", "starcoder2", "mixtral", "olmoe", "deepseek_v2 yarn",
     "hrm_text", "diffllama", "mimo_v2_flash", "mistral3 images", "glm4", "dbrx"]
 IS_SLOW = {"llama4 chunks"}
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make_llm(folder: Path, **options: Any) -> LLM:
