@@ -4,6 +4,7 @@ tests of their own."""
 from pathlib import Path
 
 import pytest
+from conftest import check_refused
 
 from nanoengine.config import EngineConfig
 from nanoengine.loader import find_folder, find_model
@@ -13,11 +14,9 @@ from nanoengine.loader import find_folder, find_model
 def test_a_path_that_is_no_model(model):
     """The message says which absolute path was looked for."""
     accepted = "must be a folder with safetensors, or a Hugging Face id; there is no folder /"
-    with pytest.raises(ValueError, match=f"model=.* {accepted}"):
-        find_model(model, EngineConfig(model))
+    check_refused(f"model=.* {accepted}", find_model, model, EngineConfig(model))
     accepted = accepted.replace("safetensors", "a tokenizer")
-    with pytest.raises(ValueError, match=f"tokenizer=.* {accepted}"):
-        find_model(model, EngineConfig(model), "tokenizer")
+    check_refused(f"tokenizer=.* {accepted}", find_model, model, EngineConfig(model), "tokenizer")
 
 
 def test_a_path_in_the_home_folder(monkeypatch, bundled):
