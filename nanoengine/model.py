@@ -101,7 +101,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    # nanoengine_extras.gpu.optimize replaces this forward, together with that of the decoder
+    # nanoengine_extras.gpu.optimize replaces this forward, together with that of the decoder; with
+    # few rows, the norms are fused into the products that follow them
     def forward(self, x: Tensor, angles: Tensor, step: StepInputs, rows: Tensor | slice) -> Tensor:
         x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -175,7 +176,8 @@ class MLP(nn.Module):
 
 
 # nanoengine_extras.cpu.optimize packs the weights of this and of every other nn.Linear, and
-# replaces the forward
+# replaces the forward. nanoengine_extras.gpu.optimize replaces it, too: few rows have a kernel of
+# their own
 class FusedLinear(nn.Linear):
     """Several projections of one input as one product. parts: how many rows of the weight belong to
     each projection, by name."""

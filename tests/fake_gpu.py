@@ -56,6 +56,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -1037,6 +1038,15 @@ def norm_kernel(x: Tensor, weight: Tensor, eps: float,
     return total, model.rms_norm(total, weight, eps)
 
 
+def few_rows_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float,
+                    delta: Tensor | None, is_gated: bool) -> tuple[Tensor, Tensor]:
+    total = x if delta is None else x + delta
+    normed = total if norm is None else model.rms_norm(total, norm, eps)
+    bias = None if bias is None else bias.double()
+    product = F.linear(normed.double(), weight.double(), bias).to(x.dtype)
+    return total, model.swiglu(product) if is_gated else product
+
+
 def heads_kernel(qkv: Tensor, query_norm: Any, key_norm: Any, eps: float, angles: Tensor,
                  cache: Tensor, slots: Tensor) -> Tensor:
     num_keys = cache.shape[3]
@@ -1080,6 +1090,11 @@ def library_functions() -> dict[tuple[str, str], Any]:
     def swiglu(gate_up: Any) -> Any:
         return launch(model.swiglu, gate_up)
 
+    def few_rows_linear(x: Any, weight: Any, bias: Any = None, norm: Any = None, eps: float = 0.0,
+                        delta: Any = None, is_gated: bool = False) -> Any:
+        check(x.numel() <= 8 * x.shape[-1], "a kernel for at most 8 rows")
+        return launch(few_rows_kernel, x, weight, bias, norm, eps, delta, is_gated)
+
     def store_heads(*arguments: Any) -> Any:
         check(arguments[5].is_contiguous(), "the cache must be contiguous")
         return launch(heads_kernel, *arguments)
@@ -1106,6 +1121,7 @@ def library_functions() -> dict[tuple[str, str], Any]:
 
     modules, engine = "nanoengine_extras.gpu.modules", "nanoengine_extras.gpu"
     return {(modules, "rms_norm"): rms_norm, (modules, "swiglu"): swiglu,
+            (modules, "few_rows_linear"): few_rows_linear,
             (modules, "store_heads"): store_heads, (engine, "paged_attention"): attend,
             (engine, "truncate"): truncate, (engine, "draw"): draw}
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoengine_extras.gpu.few_rows import few_rows_linear, is_for_few_rows
 from nanoengine_extras.gpu.norms import rms_norm, store_heads, swiglu
 from nanoengine_extras.known import has_code_of
 
@@ -12,6 +13,7 @@ from nanoengine_extras.known import has_code_of
 def optimize(model: nn.Module, has_attention: bool = False) -> bool:
     """Gives each module that it knows a forward of few kernels; everything else in it stays.
 
+        nn.Linear, see `Linear`
         nn.RMSNorm, with a weight and an eps, see `RMSNorm`
         an MLP, see `GatedMLP`
         attention, see `Attention`
@@ -19,7 +21,8 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
 
     They are known by the code of their forward, which the docstrings show (known.py); a module with
     other code keeps its own forward. Modules are still called as modules, so their hooks run,
-    except those of the head norms, which are fused with the rotation.
+    except those of the head norms, which are fused with the rotation. A layer of few rows calls
+    fewer modules, but only if those that it does not call have no hooks.
 
     has_attention: has no effect, since attention calls the `backend` of its module; libraries whose
         attention has its own cache need it
@@ -30,6 +33,8 @@ def optimize(model: nn.Module, has_attention: bool = False) -> bool:
     for module in reversed(list[Any](model.modules())):
         if is_rms_norm(module):
             replace_forward(module, RMSNorm)
+        elif type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+            replace_forward(module, Linear)
         elif has_code_of(GatedMLP, module):
             replace_forward(module, GatedMLP)
         elif has_code_of(Attention, module) and has_known_norms(module):
@@ -73,6 +78,24 @@ def is_plain(x: Tensor, module: nn.Module) -> bool:
     """Whether PyTorch has to compute: a kernel records no gradients, and has no float64."""
     return x.dtype == torch.double or torch.is_grad_enabled() and any(
         each.requires_grad for each in (x, *module.parameters()))
+
+
+def has_few_rows(x: Tensor, linear: Any, *others: Any) -> bool:
+    """Whether `few_rows_linear` can do the work of a linear layer, and of others around it."""
+    modules = linear, *others
+    return (all(isinstance(each, (Linear, RMSNorm, GatedMLP, Attention)) for each in modules)
+            and is_for_few_rows(x, linear.weight)
+            and not any(each._forward_hooks or each._forward_pre_hooks for each in modules)
+            and not any(is_plain(x, each) for each in modules))
+
+
+class Linear(nn.Module):
+    """In place of nn.Linear's own forward, with a kernel for few rows."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if has_few_rows(x, self):
+            return few_rows_linear(x, self.weight, self.bias)[1]
+        return super().forward(x)
 
 
 class RMSNorm(nn.Module):
@@ -143,10 +166,14 @@ class Attention(nn.Module):
         step: see `paged_attention`; and its `slot_mapping` says where K and V of each token go
         rows: those that need an output; K and V are written for all
         """
-        qkv = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))
+        return self.attend(self.qkv_proj(x), angles, step, rows)
+
+    def attend(self: Any, qkv: Tensor, angles: Tensor, step: Any, rows: Any) -> Tensor:
+        """What follows the first product. qkv: (T, (heads + 2 * kv_heads) * head_dim)"""
         q_weight, k_weight = (getattr(norm, "weight", None) for norm in (self.q_norm, self.k_norm))
         eps = getattr(self.q_norm, "eps", 0.0)
-        query = store_heads(qkv, q_weight, k_weight, eps, angles, self.cache, step.slot_mapping)
+        heads = qkv.unflatten(1, (-1, self.head_dim))
+        query = store_heads(heads, q_weight, k_weight, eps, angles, self.cache, step.slot_mapping)
         attended = self.backend(query, self.cache, self.window, step)
         return self.o_proj(attended.flatten(1)[rows])
 
@@ -161,11 +188,28 @@ class Layer(nn.Module):
 
     def forward(self: Any, x: Tensor, delta: Tensor, angles: Tensor, step: Any,
                 rows: Any) -> tuple[Tensor, Tensor]:
-        """x: the residual stream, to which `delta` has not been added yet. Returns both again."""
-        x, normed = self.input_layernorm(x, delta)
-        attended = self.self_attn(normed, angles, step, rows)
-        x, normed = self.post_attention_layernorm(x[rows], attended)
-        return x, self.mlp(normed)
+        """x: the residual stream, to which `delta` has not been added yet. Returns both again.
+
+        With few rows, the norms are part of the products that follow them, and so is SwiGLU.
+        """
+        norm, attention = self.input_layernorm, self.self_attn
+        linear = attention.qkv_proj
+        if has_few_rows(x, linear, norm, attention):
+            x, qkv = few_rows_linear(x, linear.weight, linear.bias, norm.weight, norm.eps, delta)
+            attended = attention.attend(qkv, angles, step, rows)
+        else:
+            x, normed = norm(x, delta)
+            attended = attention(normed, angles, step, rows)
+
+        x = x[rows]
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        linear = mlp.gate_up_proj
+        if has_few_rows(x, linear, norm, mlp):
+            x, activated = few_rows_linear(
+                x, linear.weight, linear.bias, norm.weight, norm.eps, attended, is_gated=True)
+            return x, mlp.down_proj(activated)
+        x, normed = norm(x, attended)
+        return x, mlp(normed)
 
 
 class Decoder(nn.Module):

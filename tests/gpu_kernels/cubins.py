@@ -23,11 +23,12 @@ from triton.backends.compiler import GPUTarget
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from nanoengine_extras.gpu import attention, norms, sampling  # noqa: E402
+from nanoengine_extras.gpu import attention, few_rows, norms, sampling  # noqa: E402
 
 # A100, H100, RTX 5090
 GPUS = 80, 90, 120
-KERNELS = {(module, name): getattr(module, name) for module in (norms, attention, sampling)
+MODULES = norms, few_rows, attention, sampling
+KERNELS = {(module, name): getattr(module, name) for module in MODULES
            for name in vars(module) if name.endswith("_kernel")}
 
 
@@ -123,6 +124,18 @@ def run_layer(model: Model, dtype: torch.dtype, kind: str) -> None:
     norms.swiglu(torch.empty(tokens, 2 * model.inner, dtype=dtype))
 
 
+def run_products(model: Model, dtype: torch.dtype, rows: int) -> None:
+    """Those of a layer, in a decode of few sequences."""
+    x = torch.empty(rows, model.hidden_size, dtype=dtype)
+    norm = torch.empty(model.hidden_size, dtype=dtype)
+    weight = torch.empty(2 * model.inner, model.hidden_size, dtype=dtype)
+    bias = torch.empty(len(weight), dtype=dtype)
+    few_rows.few_rows_linear(x, weight)
+    few_rows.few_rows_linear(x, weight, None, norm, 1e-6, x)
+    few_rows.few_rows_linear(x, weight, None, norm, 1e-6, x, is_gated=True)
+    few_rows.few_rows_linear(x, weight, bias, norm, 1e-6, x, is_gated=True)
+
+
 def run_sampling(dtype: torch.dtype) -> None:
     """All models share it; draws are from logits of a dtype."""
     numbers = torch.empty(2, 256, dtype=torch.float64)
@@ -151,6 +164,8 @@ def main(models: dict[str, Model] = MODELS) -> None:
                 with torch.device("meta"):
                     for kind in ("prompt", "mixed", "decode", "split"):
                         run_layer(model, dtype, kind)
+                    for rows in (1, 2, 4, 8) if dtype == torch.bfloat16 else ():
+                        run_products(model, dtype, rows)
                     run_sampling(dtype)
 
 

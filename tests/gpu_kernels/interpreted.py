@@ -26,7 +26,8 @@ from nanoengine.loader import load_model
 from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
 from nanoengine_extras.gpu import (
-    attention, draw, optimize, paged_attention, rms_norm, store_heads, swiglu, truncate)
+    attention, draw, few_rows, few_rows_linear, modules, optimize, paged_attention, rms_norm,
+    store_heads, swiglu, truncate)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -158,6 +159,103 @@ def test_a_cache_of_other_strides_is_refused():
                     torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="cache=.* contiguous"):
         paged_attention(torch.zeros(1, 4, 64), cache, None, step_of([(0, 1)]))
+
+
+# ----------------------------------------------------------------------- products of few rows
+
+
+def linear_inputs(rows: int, size: int, columns: int, parts: str,
+                  dtype: torch.dtype) -> dict[str, Any]:
+    """parts: those of "bias", "norm", "delta" and "gated" that a product has"""
+    num_weights = columns * (1 + ("gated" in parts))
+    inputs = {"x": torch.randn(rows, size),
+              "weight": torch.randn(num_weights, size) / size**0.5}
+    more = {"bias": torch.randn(num_weights), "norm": 1 + 0.1 * torch.randn(size),
+            "delta": torch.randn(rows, size)}
+    inputs |= {name: tensor for name, tensor in more.items() if name in parts}
+    return {"eps": 1e-6, "is_gated": "gated" in parts} | {
+        name: tensor.to(dtype) for name, tensor in inputs.items()}
+
+
+def linear_of_pytorch(x, weight, eps, is_gated, bias=None, norm=None, delta=None):
+    """The operators of model.py, one after the other; the product in float64, rounded once."""
+    total = x if delta is None else x + delta
+    normed = total if norm is None else plain.rms_norm(total, norm, eps)
+    bias = None if bias is None else bias.double()
+    product = torch.nn.functional.linear(normed.double(), weight.double(), bias).to(x.dtype)
+    return total, plain.swiglu(product) if is_gated else product
+
+
+def check_few_rows(**inputs) -> None:
+    total, found = few_rows_linear(**inputs)
+    expected_total, expected = linear_of_pytorch(**inputs)
+    assert torch.equal(total, expected_total) and found.dtype == expected.dtype
+    rtol, atol = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3),
+                  torch.float16: (2e-3, 5e-4)}[found.dtype]
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    # sums in another order change a few last bits
+    assert found.dtype == torch.float32 or (found != expected).sum() <= 3 + found.numel() / 25
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("size, columns, parts", [
+    (1024, 4096, "norm delta"), (2048, 1024, ""), (1024, 3072, "norm delta gated"),
+    (3072, 1024, "")], ids=["qkv", "o", "gate_up", "down"])
+def test_few_rows_of_qwen3_06b(rows, size, columns, parts, monkeypatch):
+    if DEVICE == "cpu":
+        # fewer and larger programs, which the interpreter runs one by one
+        monkeypatch.setattr(few_rows, "COLUMNS_OF", dict.fromkeys([1, 2, 4, 8], 128))
+    check_few_rows(**linear_inputs(rows, size, columns, parts, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("size, columns, parts", [
+    (64, 48, "bias"), (100, 33, "norm"), (1000, 26, "bias norm delta"), (513, 9, "bias gated"),
+    (1, 1, "norm delta gated"), (1030, 7, "bias norm delta gated")])
+def test_few_rows_of_odd_sizes(dtype, rows, size, columns, parts):
+    check_few_rows(**linear_inputs(rows, size, columns, parts, dtype))
+
+
+@pytest.mark.parametrize("parts", ["", "bias norm delta gated"])
+def test_each_of_few_rows_is_alone(parts):
+    """It has the same bits whatever other rows there are, and keeps its NaN."""
+    inputs = linear_inputs(8, 1100, 30, parts, torch.bfloat16)
+
+    def results(rows: slice) -> torch.Tensor:
+        per_row = {name: inputs[name][rows] for name in ("x", "delta") if name in inputs}
+        return torch.cat(few_rows_linear(**inputs | per_row), dim=1)
+
+    expected = results(slice(None))
+    for count in range(1, 8):
+        assert torch.equal(results(slice(count)), expected[:count])
+        assert torch.equal(results(slice(count, None)), expected[count:])
+    inputs["x"][3, 1090] = torch.nan
+    found = results(slice(None))
+    others = torch.arange(8) != 3
+    assert torch.equal(found[others], expected[others]) and found[3, 1100:].isnan().all()
+
+
+def test_few_rows_of_other_shapes():
+    inputs = linear_inputs(6, 64, 20, "norm delta", torch.bfloat16)
+    expected = few_rows_linear(**inputs)
+    inputs |= {name: inputs[name].view(3, 2, 64).mT.contiguous().mT for name in ("x", "delta")}
+    found = few_rows_linear(**inputs)
+    assert all(torch.equal(each, whole.view(3, 2, -1)) for each, whole in zip(found, expected))
+
+
+@pytest.mark.parametrize("shape, dtype, columns, expected", [
+    ((1, 64), torch.bfloat16, 20, True), ((2, 4, 64), torch.float16, 20, True),
+    ((0, 64), torch.bfloat16, 20, False), ((9, 64), torch.bfloat16, 20, False),
+    ((3, 3, 64), torch.bfloat16, 20, False), ((1, 64), torch.float32, 20, False),
+    ((1, 64), torch.bfloat16, 2**21, True), ((1, 64), torch.bfloat16, 2**21 + 1, False)], ids=str)
+def test_which_products_have_few_rows(shape, dtype, columns, expected):
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    weight = torch.empty(columns, 64, dtype=dtype, device="meta")
+    assert few_rows.is_for_few_rows(x, weight) == expected
+    assert not few_rows.is_for_few_rows(x, weight.T.contiguous().T)
+    assert not few_rows.is_for_few_rows(x, weight.double())
+    assert not few_rows.is_for_few_rows(x, weight[:, :60].contiguous())
 
 
 # -------------------------------------------------------------------------------- attention
@@ -703,6 +801,51 @@ def test_bfloat16_of_the_bundled_model():
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
     # the first layer's K and V come before any attention: all but the last bit is the same
     is_close(fast_caches[0], caches[0])
+
+
+# products: whether a norm comes before, and SwiGLU behind
+QKV, OTHER, GATE_UP = (True, False), (False, False), (True, True)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("hooked, rows, expected", [
+    ([], None, [QKV, OTHER, GATE_UP, OTHER] * 2),
+    # forks that begin: more rows than tokens
+    ([], [4] * 9, [QKV, OTHER, GATE_UP, OTHER, QKV]),
+    ([], [], [QKV, OTHER, GATE_UP, OTHER, QKV]),
+    # as those of ranks
+    (["self_attn.o_proj", "mlp.down_proj"], None, [QKV, GATE_UP] * 2),
+    (["self_attn"], None, [OTHER, OTHER, GATE_UP, OTHER] * 2),
+    (["input_layernorm", "mlp"], None, [OTHER] * 8),
+    (["self_attn.qkv_proj", "mlp.gate_up_proj"], None, [OTHER] * 4)], ids=str)
+def test_few_rows_of_a_model(make_model, monkeypatch, hooked, rows, expected):
+    """A step of few rows, with hooks on some modules of each layer."""
+    folder, _ = make_model("Qwen3", num_hidden_layers=2, attention_bias=True)
+    token_ids, step = next_step([[7, 8, 9], [20, 21]], [0, 0])
+    if rows is not None:
+        step.logits_indices = torch.tensor(rows, dtype=torch.int32)
+    products, calls, results = [], [], []
+
+    def noted(*arguments: Any, **options: Any) -> tuple:
+        names = ("x", "weight", "bias", "norm", "eps", "delta", "is_gated")
+        given = dict(zip(names, arguments)) | options
+        products.append(("norm" in given, "is_gated" in given))
+        return few_rows_linear(*arguments, **options)
+
+    monkeypatch.setattr(modules, "few_rows_linear", noted)
+    for backend in (gather_attention, paged_attention):
+        model, _ = decoder(folder, torch.bfloat16, backend)
+        if results:
+            optimize(model)
+        names: list[str] = []
+        calls.append(names)
+        for layer in model.layers:
+            for name in hooked:
+                layer.get_submodule(name).register_forward_hook(
+                    lambda *_, name=name, to=names: to.append(name))
+        results.append(model(token_ids, step))
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+    assert products == expected and calls[0] == calls[1] == hooked * 2
 
 
 # ------------------------------------------------------------- what keeps its own forward

@@ -29,9 +29,10 @@ def run(script: str) -> list:
 def test_all_kernels_compile_and_none_spills():
     figures = run("import cubins; cubins.main()")
     found = {(each["dtype"], each["arch"], each["kernel"]) for each in figures}
-    kernels = ("attention", "draw", "heads", "join", "keep", "norm", "radix", "swiglu")
+    kernels = ("attention", "draw", "few_rows", "heads", "join", "keep", "norm", "radix", "swiglu")
+    in_one = "few_rows", "keep", "radix"
     assert found >= {*itertools.product(("bfloat16", "float32"), (80, 90, 120), kernels)} - {
-        ("float32", arch, kernel) for arch in (80, 90, 120) for kernel in ("keep", "radix")}
+        ("float32", arch, kernel) for arch in (80, 90, 120) for kernel in in_one}
     assert len(figures) > 250
     spilled = {(each["model"], each["dtype"]) for each in figures if each["spilled"]}
     assert spilled <= {("Gemma-2-2B", "float32")}
@@ -46,12 +47,32 @@ def test_all_kernels_compile_and_none_spills():
     assert said in " ".join(readme.split())
 
 
+def test_each_of_few_rows_has_the_same_order_of_sums():
+    """Which threads add up which numbers of a row does not depend on the number of rows."""
+    (found,) = run("""if True:
+        import cubins, json, re, torch
+        layouts = {}
+        def note(kernel, made, log):
+            code = made.asm["ttgir"]
+            of_sums = re.findall(r"[(]tensor<(\\d+)x\\d+x\\d+xf32, (#\\w+)>[)] ->", code)
+            assert len(of_sums) >= 1
+            layouts.setdefault(rows, set()).update(
+                re.search(rf"{name} = (.*)", code)[1] for _, name in of_sums)
+        cubins.compile_only(90, note)
+        with torch.device("meta"):
+            for rows in (1, 2, 4, 8):
+                cubins.run_products(cubins.MODELS["Qwen3-0.6B"], torch.bfloat16, rows)
+        print(json.dumps([sorted(each) for each in layouts.values()]))""")
+    assert len(found) == 4 and all(each == found[0] and len(each) == 1 for each in found), found
+    assert "sizePerThread = [1, 1, 8]" in found[0][0]
+
+
 def test_no_step_compiles_a_kernel_again():
     """Numbers of tokens, sequences and blocks differ from step to step, and where inputs lie."""
     counts = run("""if True:
         import cubins, json, torch, triton
         from types import SimpleNamespace
-        from nanoengine_extras.gpu import attention, norms, sampling
+        from nanoengine_extras.gpu import attention, few_rows, norms, sampling
         cubins.compile_only(90)
         compiled = set()
         def note(**found):
@@ -73,6 +94,7 @@ def test_no_step_compiles_a_kernel_again():
             attention.paged_attention(query, cache, None, step)
             norms.rms_norm(torch.zeros(tokens, 64), torch.ones(64), 1e-6, torch.zeros(tokens, 64))
             norms.swiglu(torch.zeros(tokens, 128))
+            few_rows.few_rows_linear(*torch.zeros(2, 5 + seqs % 4, 64, dtype=torch.bfloat16))
             slots = torch.zeros(2 * tokens + 2, dtype=torch.int64)[offset % 2:][:tokens]
             norms.store_heads(torch.zeros(tokens, 8, 64, dtype=torch.bfloat16), None, None, 0.0,
                               torch.zeros(2, tokens, 1, 32), cache, slots)
@@ -90,7 +112,8 @@ def test_no_step_compiles_a_kernel_again():
         print(json.dumps(sorted(name for name, _ in compiled)))""")
     decodes, all_steps = ([name.rpartition(".")[2] for name in names] for names in counts)
     # draws have two launches each, by weights and by logits
-    once = ["attention_kernel", *["draw_kernel"] * 4, "heads_kernel", "join_kernel", "keep_kernel",
-            "norm_kernel", "radix_kernel", "radix_kernel", "swiglu_kernel"]
+    once = ["attention_kernel", *["draw_kernel"] * 4, "few_rows_kernel", "heads_kernel",
+            "join_kernel", "keep_kernel", "norm_kernel", "radix_kernel", "radix_kernel",
+            "swiglu_kernel"]
     assert decodes == once
     assert all_steps == ["attention_kernel", *once]
