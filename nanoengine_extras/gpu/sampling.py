@@ -156,7 +156,7 @@ def draw_kernel(numbers, largest, temperature, uniform, sums, size, GROUPS: tl.c
     weights = tl.load(numbers + row * size + columns, columns < size, 0.0).to(tl.float32)
     if temperature is not None:
         divisor = tl.maximum(tl.load(temperature + row).to(tl.float32), 1e-30)
-        exponents = tl.div_rn(weights - tl.load(largest + row), divisor)
+        exponents = tl.div_rn(weights - tl.load(largest + row).to(tl.float32), divisor)
         weights = exp(exponents)
     weights = tl.where(columns < size, weights, 0.0).to(tl.float64)
     if tokens is None:
@@ -191,7 +191,7 @@ def draw(numbers: Tensor, uniform: Tensor, temperature: Tensor | None = None) ->
     """
     rows, size = numbers.shape
     num_groups = triton.next_power_of_2(triton.cdiv(size, GROUP.value))
-    largest = None if temperature is None else numbers.amax(dim=1).float()
+    largest = None if temperature is None else numbers.amax(dim=1)
     sums = uniform.new_empty(rows, num_groups)
     tokens = uniform.new_empty(rows, dtype=torch.int64)
     given = (numbers.contiguous(), largest, temperature, uniform, sums, size, num_groups)
