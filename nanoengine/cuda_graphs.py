@@ -101,10 +101,19 @@ def widths(size: int, longest: int) -> list[int]:
 
 
 def padded(batch: Batch, size: int) -> Batch:
-    """Returns a decode step padded with dummy sequences, which use block 0."""
+    """Returns a decode step padded with dummy sequences, which use block 0.
+
+    Its sequences are ordered by length, longest first. A GPU begins to compute them in this order:
+    if a long one came last, most cores would wait for it. The rows to sample keep their order.
+    """
     dummy = Sequence("", [0], 1, 1)
     missing = size - len(batch)
-    rows = [Row(index, dummy, 1) for index in range(len(batch), size)]
+    sequences = batch.sequences + [dummy] * missing
+    starts = batch.starts + [0] * missing
+    rows = batch.sampled + [Row(0, dummy, 1)] * missing
+    order = sorted(range(size), key=starts.__getitem__, reverse=True)
+    places = sorted(range(size), key=order.__getitem__)
     return Batch(
-        sequences=batch.sequences + [dummy] * missing, starts=batch.starts + [0] * missing,
-        num_tokens=[1] * size, sampled=batch.sampled + rows)
+        sequences=[sequences[index] for index in order], starts=[starts[index] for index in order],
+        num_tokens=[1] * size,
+        sampled=[Row(place, row.seq, row.position) for place, row in zip(places, rows)])

@@ -214,6 +214,32 @@ def test_odd_sizes_of_graphs(engines, tiny, max_num_seqs):
     check_no_host_reads(engine.gpu)
 
 
+def test_graphs_compute_long_sequences_first(engines, tiny, monkeypatch):
+    """And nothing else is in another order: batches, draws and tokens."""
+    engine = engines.get(tiny, run_ahead=True)
+    graphs = engine.llm.engine.runner.graphs
+    given, lengths = [], []
+    fit, replay = graphs.fit, graphs.replay
+
+    def note_batch(batch: Batch, *others: int) -> Any:
+        given.append([start + 1 for start in batch.starts])
+        assert batch.sequences == [row.seq for row in batch.sampled]
+        return fit(batch, *others)
+
+    def note_inputs(buffer: torch.Tensor, shape: Any) -> Any:
+        lengths.append(StepInputs.from_buffer(buffer, shape).lengths.tolist())
+        return replay(buffer, shape)
+
+    monkeypatch.setattr(graphs, "fit", note_batch)
+    monkeypatch.setattr(graphs, "replay", note_inputs)
+    outputs = engine.generate(PROMPTS, BOTH)
+    check_same(outputs, engines.reference(tiny, "both", PROMPTS, BOTH))
+    assert len(given) == len(lengths) >= 5 and given[0] != sorted(given[0], reverse=True)
+    for of_batch, of_graph in zip(given, lengths):
+        padding = [1] * (len(of_graph) - len(of_batch))
+        assert of_graph == sorted(of_batch + padding, reverse=True)
+
+
 @pytest.mark.parametrize("num_seqs, num_keys, wide, now", [
     (1, 1000, 8, 1), (1, 4000, 11, 2), (4, 1000, 8, 2), (4, 4000, 32, 10), (24, 4000, 32, 16),
     (32, 1000, 8, 8)])
