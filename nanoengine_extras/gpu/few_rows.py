@@ -25,7 +25,8 @@ from torch import Tensor
 # timed on a GPU, but cuBLAS has, on an H200 that can read at 4.2 TB/s: it reads the layers of
 # Qwen3-0.6B at 1.1 TB/s, in the same time for 1 and for 256 rows, and the 311 MB of its head at
 # 3.4 TB/s or more. tests/gpu/figures.py times both.
-MOST_ROWS, MOST_BYTES = 8, 2**28
+MOST_ROWS = 8
+MOST_BYTES = 2**28
 
 # how many columns of the weights' product a program computes, by the number of rows as a power of
 # 2: with 4 columns, 8 rows would spill registers
@@ -33,7 +34,8 @@ COLUMNS_OF = {1: 4, 2: 4, 4: 4, 8: 2}
 # A program reads so many numbers of a row at once, 16 bytes for each of its 4 * 32 threads. This is
 # the same for all numbers of rows: so a row's sums have the same order and bits, whatever
 # other rows there are.
-BLOCK, WARPS = 1024, 4
+BLOCK = 1024
+WARPS = 4
 
 
 @triton.jit
