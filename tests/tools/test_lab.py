@@ -16,12 +16,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models")]
 import bench  # noqa: E402
 from nanoengine_extras.tools.lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
 from nanoengine import BeamSearchParams, LLM, SamplingParams  # noqa: E402
-from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.model_runner import ModelRunner  # noqa: E402
 
 LAB = "-m nanoengine_extras.tools.lab."
 COMMANDS = {"bench.py": bench, f"{LAB}compare": compare, f"{LAB}simulate": simulate,
-            f"{LAB}limits": limits, f"{LAB}film": film}
+            f"{LAB}film": film}
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40, "--repeat", 1)
 
@@ -263,8 +262,7 @@ def test_pictures_of_a_run_of_ones_own(tmp_path, bundled):
 @pytest.mark.parametrize("module, flags", [
     (bench, ("--json", "missing/a.json")), (bench, ("--json", ".")), (bench, ("--json", "")),
     (simulate, ("memory", "--trace", "missing/a.json")), (film, ("memory", "-o", "missing/a.html")),
-    (compare, ("--timeline", "missing/a.png")),
-    (limits, ("--json", "missing/a.json"))])
+    (compare, ("--timeline", "missing/a.png"))])
 def test_a_file_that_cannot_be_written_fails_before_the_run(
         tmp_path, monkeypatch, capsys, module, flags):
     monkeypatch.chdir(tmp_path)
@@ -303,30 +301,6 @@ def test_times_of_a_gpu_are_events():
     assert figures.elapsed(Event(1000.0), Event(1500.0)) == 0.5 == figures.elapsed(1.0, 1.5)
 
 
-def test_decode_steps(tmp_path, monkeypatch):
-    # a busy machine would measure less, and then compute faster than that
-    monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
-    monkeypatch.setattr(limits, "matrix_rate", lambda *arguments: 1e14)
-    found = run(limits, tmp_path, "--batches", 1, 4, "--contexts", 64, 300, "--prompts", 40, 300,
-                2000, "--num-kv-blocks", 36)
-    steps, prompts = found["decode_steps"], found["prompts"]
-    assert [(row["batch"], row["context"]) for row in steps] == [(1, 64), (4, 64), (1, 300)]
-    assert [(row["batch"], row["context"]) for row in prompts] == [(1, 40), (1, 300)]
-    assert all(row["ms"] > row["limit_ms"] > 0 for row in steps + prompts)
-
-
-def test_steps_of_a_prompt():
-    """Chunks of a prompt: each begins where the one before ended, and the last one samples."""
-    config = EngineConfig("any", max_num_batched_tokens=100, block_size=16)
-    steps = limits.steps_between(1, 0, 250, config)
-    assert [(step.starts, step.num_tokens, len(step.sampled)) for step in steps] == [
-        ([0], [100], 0), ([100], [100], 0), ([200], [50], 1)]
-    decode, = limits.steps_between(3, 249, 250, config)
-    assert decode.starts == [249] * 3 and decode.num_tokens == [1] * 3 and len(decode.sampled) == 3
-    tables = [seq.block_table for seq in decode.sequences]
-    assert len({*tables[0], *tables[1], *tables[2]}) == sum(map(len, tables)) == 3 * 16
-
-
 # ----------------------------------------------------------------------- flags and commands
 
 
@@ -338,8 +312,7 @@ def test_steps_of_a_prompt():
     (film, ("memory", "--num-seqs", 2.5)), (film, ("memory", "--json", "a.json")),
     (compare, ("--workload", "decode-heavy", "--n-k", "inf")), (compare, ("--temperature", -1)),
     (compare, ("--block-size", "1x")), (simulate, ("--rate", -1)),
-    (limits, ("--batches", "many")), (limits, ("--contexts", 0)),
-    (limits, ("--attention-backend", "word"))])
+    (compare, ("--attention-backend", "word"))])
 def test_bad_flags(capsys, module, flags):
     with pytest.raises(SystemExit) as exit:
         module.main([*map(str, flags)])
@@ -362,13 +335,6 @@ def test_a_request_that_never_fits_is_refused(capsys, module, flags):
     with pytest.raises(SystemExit):
         module.main([*map(str, flags)])
     assert re.search(r"request \d+: \d+ tokens do not fit: num_kv_blocks=", capsys.readouterr().err)
-
-
-def test_a_context_that_does_not_fit_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "read_bandwidth", lambda device: 100e9)
-    found = run(limits, tmp_path, "--batches", 1, "--contexts", 10**12, "--prompts", 10**12,
-                "--num-kv-blocks", 36)
-    assert found == {"decode_steps": [], "prompts": []}
 
 
 def commands() -> list[str]:
@@ -394,8 +360,8 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
         (shapes / name).mkdir(parents=True)
         shutil.copy(ROOT / "models" / "tiny-qwen3" / "config.json", shapes / name)
     monkeypatch.setattr(options, "SHAPES", {folder.name: folder for folder in shapes.iterdir()})
-    for module, name in ((limits, "read_bandwidth"), (limits, "matrix_rate"),
-                         (bench, "matrix_rate"), (bench, "copy_bandwidth")):
+    for module, name in ((limits, "matrix_rate"), (bench, "matrix_rate"),
+                         (bench, "copy_bandwidth")):
         monkeypatch.setattr(module, name, lambda *arguments: 100e9)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text('{"prompt_token_ids": [1, 2, 3]}\n')
@@ -413,10 +379,7 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
                  for word in words if word != "…"]
         if not has_matplotlib:
             flags = without_pictures(flags)
-        if module is limits:
-            module.main([*flags, "--batches", "1", "2", "--contexts", "8", "--prompts", "9",
-                         *blocks])
-        elif module is film:
+        if module is film:
             (tmp_path / "docs" / "films").mkdir(parents=True, exist_ok=True)
             module.main(flags)
         elif "vllm" in command:

@@ -104,9 +104,6 @@ def report(args: Any, runs: Runs, **about: Any) -> None:
     width = 2 + max(len(cell) for row in rows for cell in row[1:])
     for label, *cells in rows:
         print(f"{label:30}" + "".join(f"{cell:>{width}}" for cell in cells))
-    write_json(args, **about, medians=medians_of(runs), runs=runs)
-
-
-def write_json(args: Any, **results: Any) -> None:
     if args.json:
+        results = {**about, "medians": medians_of(runs), "runs": runs}
         args.json.write_text(json.dumps(results, indent=2) + "\n")
