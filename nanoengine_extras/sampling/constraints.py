@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanoengine.errors import Condition, naming, rejected
 from nanoengine.features import asked_by
@@ -33,6 +32,7 @@ from nanoengine.requests import InputProcessor
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched, known_ids, send
+from nanoengine_extras.sampling import bytes_of
 
 CONDITIONS: list[Condition] = [
     ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or p.min_tokens),
@@ -196,24 +196,9 @@ def spellings(tokenizer: Any, vocab_size: int) -> tuple[list[bytes], bytes, list
     once, twice = (backend.decode_batch([[number] * count for number in range(vocab_size)])
                    for count in (1, 2))
     added = [both[len(first):] for first, both in zip(once, twice)]
-    texts = [bytes_of(backend.id_to_token(number), text) if "\ufffd" in text else text.encode()
-             for number, text in enumerate(added)]
+    texts = [bytes_of(backend.id_to_token(number), text) for number, text in enumerate(added)]
     starts = accumulate((len(text) + 1 for text in texts), initial=0)
     return texts, b"".join(b"\xff" + text for text in texts), [*starts]
-
-
-def bytes_of(piece: str, text: str) -> bytes:
-    """Returns the bytes of a token that has a part of a character, from its name in the vocabulary.
-
-    text: its decoded text, with a replacement character; used if the name spells no bytes.
-    """
-    # byte fallback
-    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
-        return bytes.fromhex(piece[3:5])
-    # byte-level BPE: a letter for each byte
-    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    is_spelled = byte_of.keys() >= {*piece}
-    return bytes(byte_of[letter] for letter in piece) if is_spelled else text.encode()
 
 
 @lru_cache(maxsize=2)

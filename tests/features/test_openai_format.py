@@ -21,7 +21,7 @@ from nanoengine_extras.tools.openai_format import (
     error_of,
     object_of,
 )
-from nanoengine_extras.tools.openai_format.logprobs import bytes_of
+from nanoengine_extras.tools.openai_format.logprobs import bytes_in
 
 pytestmark = pytest.mark.needs(
     "tools.chat", "sampling.constraints", "models.generation_config", "sampling.logprobs",
@@ -321,10 +321,10 @@ def test_bytes_of_tokens(decoder, names, expected):
     tokenizer = Tokenizer(models.WordLevel({name: place for place, name in enumerate(names)}))
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens(["<é|日>"])
-    assert [bytes(bytes_of(tokenizer, place)) for place in range(len(names))] == expected
+    assert [bytes(bytes_in(tokenizer, place)) for place in range(len(names))] == expected
     text = tokenizer.decode([*range(len(names))])
     assert b"".join(expected).decode().strip() == text.strip()
-    assert bytes_of(tokenizer, 10**6) == []
+    assert bytes_in(tokenizer, 10**6) == []
 
 
 def test_bytes_in_answers(llm):

@@ -1,11 +1,10 @@
 """OpenAI's format of log-probabilities."""
 
-import re
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from nanoengine_extras.sampling import bytes_of
 
 # a token and its log-probabilities; the first token of a prompt has none
 Tokens = list[tuple[int, dict[int, Any] | None]]
@@ -16,7 +15,7 @@ def of_chat(token_id: int, found: dict[int, Any] | None, tokenizer: Any,
     """Returns OpenAI's entry for a token of a chat, with the likeliest tokens in its place."""
     assert found
     entries = {each: {"token": at.decoded_token or "", "logprob": number_of(at),
-                      "bytes": bytes_of(tokenizer.backend_tokenizer, each)}
+                      "bytes": bytes_in(tokenizer.backend_tokenizer, each)}
                for each, at in sorted(found.items(), key=lambda item: item[1].rank)}
     top = [each for each in entries if most == -1 or found[each].rank <= (most or 0)]
     return entries[token_id] | {"top_logprobs": [entries[each] for each in top]}
@@ -46,22 +45,14 @@ def by_text(found: dict[int, Any]) -> dict[str, float]:
 
 
 @lru_cache(maxsize=2**16)
-def bytes_of(tokenizer: Any, token_id: int) -> list[int]:
+def bytes_in(tokenizer: Any, token_id: int) -> list[int]:
     """Returns the bytes of a token, which can be a part of a character.
 
     tokenizer: from the library `tokenizers`.
     """
     # some decoders strip spaces at the start of a text
     once, twice = (tokenizer.decode([token_id] * count, False) for count in (1, 2))
-    name = tokenizer.id_to_token(token_id) or ""
-    if "\ufffd" in once:
-        if re.fullmatch("<0x[0-9A-F]{2}>", name):
-            return [int(name[3:5], 16)]
-        # byte-level BPE: a letter for each byte
-        byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-        if byte_of.keys() >= {*name}:
-            return [byte_of[letter] for letter in name]
-    return [*twice[len(once):].encode()]
+    return [*bytes_of(tokenizer.id_to_token(token_id) or "", twice[len(once):])]
 
 
 def number_of(logprob: Any) -> float:
