@@ -161,6 +161,10 @@ def test_the_positions_of_llama_3(make_gguf, factor):
     ("attention.head_count", "4", "attention.head_count='4' .* a number above 0"),
     ("attention.head_count_kv", [2, 4],
      r"attention.head_count_kv=.2, 4. .* the same for all layers"),
+    ("nextn_predict_layers", "1",
+     "qwen3.nextn_predict_layers='1' is not accepted: it must be a number"),
+    ("rope.scaling.type", 2, "qwen3.rope.scaling.type=2 .* must be a text"),
+    ("tokenizer.ggml.eos_token_ids", 2, "tokenizer.ggml.eos_token_ids=2 .* must be a list"),
     ("split.no", 1, "split.no=1 is not accepted: it must be one of .0."),
     ("general.type", "adapter", "general.type='adapter'")])
 def test_a_gguf_of_another_model(make_gguf, entry, value, message):

@@ -44,6 +44,9 @@ SIZES = ("rope.dimension_count", "rope.dimension_count_swa", "attention.value_le
 # the names of one number in the config.json of different models
 EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 HAS_BIAS = ("attention_bias", "qkv_bias", "use_bias", "use_qkv_bias")
+# the kinds of entries, by that of their defaults; a list can have a number for each layer
+KINDS: dict[type, Any] = {str: (str, "a text"), list: (list, "a list")}
+NUMBER = (int, float, list), "a number"
 
 
 class Header:
@@ -55,7 +58,7 @@ class Header:
         for reader in readers.values():
             self.accept("byte order", reader.endianess.name.lower(), ["little"])
         self.fields = readers[str(files[0])].fields
-        self.architecture = self.find("general.architecture")
+        self.architecture = self.find("general.architecture", "")
         # the entries that are read, so that no others need be neutral
         self.used: set[str] = set()
         is_mixtral = self.architecture == "llama" and self.find("llama.expert_count")
@@ -109,7 +112,12 @@ class Header:
     # ------------------------------------------------------------------------- its entries
 
     def find(self, name: str, default: Any = None) -> Any:
-        return self.fields[name].contents() if name in self.fields else default
+        """Returns an entry, or the default. Raises ValueError for one of another kind."""
+        found = self.fields[name].contents() if name in self.fields else default
+        kind, accepted = KINDS.get(type(default), NUMBER)
+        if default is not None and not isinstance(found, kind):
+            raise rejected(f"the file's {name}", found, accepted)
+        return found
 
     def entry(self, name: str, default: Any = None) -> Any:
         """Returns an entry of the architecture, which then need not be neutral."""
