@@ -146,7 +146,7 @@ def test_blocks_for_a_third_of_the_need(tmp_path):
     needs = [-(-(len(prompt) + most) // 16)
              for prompt, most in zip(workload.prompts, workload.max_tokens)]
     for flags in ((), ("batching",)):  # with and without a comparison
-        found = run(compare, tmp_path, *flags, *SMALL, "--trace", tmp_path / "trace.json")
+        found = run(compare, tmp_path, *flags, *SMALL)
         assert found["num_kv_blocks"] == max(*needs, sum(needs) // 3)
 
 
@@ -221,22 +221,19 @@ def test_a_simulation_says_of_what(tmp_path, capsys):
 # -------------------------------------------------------------------------------- pictures
 
 
-def test_lanes_and_the_chrome_trace(tmp_path):
-    trace = tmp_path / "trace.json"
-    found = run(compare, tmp_path, *SMALL, "--num-kv-blocks", 10, "--preemption-mode", "swap",
-                "--trace", trace)["medians"]["nanoengine"]
-    events = json.loads(trace.read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X" and event["pid"] == 1]
-    assert {event["name"] for event in spans} >= {"waiting", "prefill", "decode", "swapped"}
-    steps = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
-    assert len(steps) == found["num_steps"]
-    assert sum(len([s for s in spans if s["name"] == name]) for name in ("prefill", "decode")) == (
-        sum(step["args"]["sequences"] for step in steps))
-    for number in range(8):
-        lane = [event for event in spans if event["tid"] == number]
-        for left, right in zip(lane, lane[1:]):
-            assert left["ts"] + left["dur"] == pytest.approx(right["ts"], abs=1)
-    assert {event["name"] for event in events if event["ph"] == "C"} == {"KV blocks"}
+def test_lanes(bundled):
+    """What a completion does has no gaps, and each step is in the lanes of its sequences."""
+    params = [SamplingParams(max_tokens=most, ignore_eos=True) for most in range(8, 48, 5)]
+    with LLM(bundled, trace=True, num_kv_blocks=10, block_size=16, preemption_mode="swap") as llm:
+        llm.generate([[each.max_tokens] * (48 - each.max_tokens) for each in params], params,
+                     use_tqdm=False)
+    lanes = drawing.lanes(llm.trace)
+    states = [state for lane in lanes.values() for *_, state in lane]
+    assert len(lanes) == 8 and {*states} >= {"waiting", "prefill", "decode", "swapped"}
+    assert states.count("prefill") + states.count("decode") == sum(
+        len(record.batch) for record in llm.trace)
+    for lane in lanes.values():
+        assert [end for _, end, _ in lane[:-1]] == [start for start, *_ in lane[1:]]
 
 
 def test_pictures(tmp_path):
@@ -261,7 +258,7 @@ def test_pictures_of_a_run_of_ones_own(tmp_path, bundled):
 
 @pytest.mark.parametrize("module, flags", [
     (bench, ("--json", "missing/a.json")), (bench, ("--json", ".")), (bench, ("--json", "")),
-    (simulate, ("memory", "--trace", "missing/a.json")), (film, ("memory", "-o", "missing/a.html")),
+    (simulate, ("memory", "--json", "missing/a.json")), (film, ("memory", "-o", "missing/a.html")),
     (compare, ("--timeline", "missing/a.png"))])
 def test_a_file_that_cannot_be_written_fails_before_the_run(
         tmp_path, monkeypatch, capsys, module, flags):

@@ -3,7 +3,7 @@
     python -m nanoengine_extras.tools.lab.compare batching
     python -m nanoengine_extras.tools.lab.compare memory --true-lengths 0.5 --timeline steps.png
     # no comparison: the engine as its options say
-    python -m nanoengine_extras.tools.lab.compare --trace steps.json
+    python -m nanoengine_extras.tools.lab.compare --timeline steps.png
 
 Comparisons: batching, memory, preemption, victims, prefix, sampling, overtaking, speculation. By
 default, 64 prompts of 16 to 256 tokens generate 16 to 256 each, with blocks for a third of them. A
@@ -26,9 +26,9 @@ from nanoengine.engine import Engine
 from nanoengine.policies import VICTIMS
 from nanoengine_extras.running.metrics import metrics_of
 from nanoengine_extras.running.policies import MORE_VICTIMS, overtaking
-from .drawing import draw_timeline, write_perfetto
+from .drawing import draw_timeline
 from .figures import Figures, Runs, figures_of, report
-from .options import Parser, Workload, command, new_engine, new_file, picture
+from .options import Parser, Workload, command, new_engine, picture
 
 Options = dict[str, Any]  # options of the engine, or of the sampling
 COMPARISONS: dict[str, dict[str, Options]] = {  # the variants of each, by name
@@ -53,7 +53,6 @@ def comparison_parser(description: str | None, workload: str, repeat: int) -> Pa
     parser.add_argument("comparison", nargs="?", choices=COMPARISONS, default="none")
     parser.add_argument("--repeat", type=int, default=repeat, help="runs of each variant")
     parser.add_argument("--timeline", type=picture, help="the steps of each: NAME-swap.png")
-    parser.add_argument("--trace", type=new_file, help="the same for ui.perfetto.dev")
     return parser
 
 
@@ -65,19 +64,11 @@ def compare(args: Any, run: Callable[[Options], tuple[Engine, Figures]]) -> Runs
         for name, changes in variants.items():
             engine, figures = run(changes)
             runs[name].append(figures)
-            if number == 0:
-                draw(args, engine, f"-{name}" if len(variants) > 1 else "")
+            if args.timeline and number == 0:
+                ending = f"-{name}" if len(variants) > 1 else ""
+                path = args.timeline.with_stem(args.timeline.stem + ending)
+                draw_timeline(metrics_of(engine).trace, path, engine.config.block_size)
     return runs
-
-
-def draw(args: Any, engine: Engine, ending: str) -> None:
-    """Draws the steps of a run, in the files that the flags name, with this ending."""
-    trace = metrics_of(engine).trace
-    if args.timeline:
-        path = args.timeline.with_stem(args.timeline.stem + ending)
-        draw_timeline(trace, path, engine.config.block_size)
-    if args.trace:
-        write_perfetto(trace, args.trace.with_stem(args.trace.stem + ending))
 
 
 def run_until(engine: Engine, lengths: dict[str, int], stop: float = float("inf")) -> None:

@@ -1,23 +1,21 @@
-"""Pictures of a trace: one drawn with matplotlib, and one for Perfetto.
+"""A picture of a trace, drawn with matplotlib.
 
 A trace is what `LLM(model, trace=True)` keeps, so a run of your own can be drawn too:
 
-    from nanoengine_extras.tools.lab.drawing import draw_timeline, write_perfetto
+    from nanoengine_extras.tools.lab.drawing import draw_timeline
     from nanoengine import LLM, SamplingParams
 
     llm = LLM("models/tiny-qwen3", trace=True, num_kv_blocks=8)
     llm.generate(["Once upon a time"] * 20, SamplingParams(max_tokens=200, ignore_eos=True))
     draw_timeline(llm.trace, "steps.png", llm.config.block_size)
-    write_perfetto(llm.trace, "steps.json")    # opens in https://ui.perfetto.dev
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .figures import Step, blocks_of, phase_of, spans
+from .figures import Step, blocks_of, spans
 
 STATES = {"waiting": "#d9d9d9", "prefill": "#3b6fb6", "decode": "#74b66b", "paused": "#d5ecd0",
           "preempted": "#e8853a", "swapped": "#8e63a8"}
@@ -78,27 +76,3 @@ def draw_timeline(trace: list[Step], path: str | Path, block_size: int) -> None:
     for axis in (top, middle, bottom):
         axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=6, frameon=False)
     figure.savefig(path, dpi=110)
-
-
-def write_perfetto(trace: list[Step], path: str | Path) -> None:
-    """Writes lanes, steps and blocks in the Chrome trace format, times in microseconds."""
-    begin = trace[0].started
-    events: list[dict[str, Any]] = []
-
-    def add(kind: str, group: int, lane: int, name: str, time: float = begin, **more: Any) -> None:
-        events.append({"ph": kind, "pid": group, "tid": lane, "name": name,
-                       "ts": 1e6 * (time - begin), **more})
-
-    add("M", 1, 0, "process_name", args={"name": "requests"})
-    add("M", 2, 0, "process_name", args={"name": "engine"})
-    for number, (name, lane) in enumerate(lanes(trace).items()):
-        add("M", 1, number, "thread_name", args={"name": f"request {name}"})
-        for start, end, state in lane:
-            add("X", 1, number, state, start, dur=1e6 * (end - start))
-    for start, end, record in spans(trace):
-        sizes = {"sequences": len(record.batch), "tokens": sum(record.batch.num_tokens)}
-        copies = {name: len(blocks) for name, blocks in vars(record.batch.copies).items()}
-        add("X", 2, 0, phase_of(record), start, dur=1e6 * (end - start), args=sizes | copies)
-        blocks = {name: record.metrics[f"num_blocks_{name}"] for name in ("used", "cached", "free")}
-        add("C", 2, 0, "KV blocks", end, args=blocks)
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

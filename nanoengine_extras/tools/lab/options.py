@@ -77,7 +77,7 @@ class Parser(BaseParser):
         model = self.add_mutually_exclusive_group(required=not bundled.exists())
         model.add_argument("--model", default=bundled, help="a folder or an id")
         model.add_argument("--config", choices=SHAPES, help="a shape with random weights")
-        # in the lab, --trace is a file
+        # the figures need the trace
         self.add_fields("options of the engine, see docs/reference.md",
                         {name: kind for name, kind in ENGINE.items() if name != "trace"})
         if workload:
@@ -92,7 +92,6 @@ class Parser(BaseParser):
         `args.vocab_size`. Raises ValueError for bad ones."""
         args = self.parse_args(argv)
         args.given = options_in(args)
-        args.given.pop("trace", None)
         if args.config:
             args.model = SHAPES[args.config]
             args.given["load_format"] = "dummy"

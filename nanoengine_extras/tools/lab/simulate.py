@@ -124,8 +124,8 @@ def main(argv: list[str]) -> None:
     if args.comparison in ("sampling", "speculation") or args.engine_config.speculation != "none":
         parser.error("a simulation has no tokens to sample or to guess")
     workload = parser.draw(args)
-    is_drawn = bool(args.timeline or args.trace)  # otherwise a sample of the steps is enough
-    args.engine_config = replace(args.engine_config, run_ahead=False, trace=is_drawn)
+    # without a picture, a sample of the steps is enough
+    args.engine_config = replace(args.engine_config, run_ahead=False, trace=bool(args.timeline))
     print(f"simulated: {Cost()}", workload, sep="\n", flush=True)
     runs = compare(args, lambda changes: simulate(args, workload, changes))
     report(args, runs, workload=str(workload), cost=vars(Cost()))
