@@ -12,12 +12,11 @@ from tempfile import gettempdir
 from typing import Any
 
 from safetensors import safe_open
-from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
 from nanoengine.errors import logger, naming, rejected
-from nanoengine.loader import read_json, weight_files
+from nanoengine.loader import SUPPORTED, read_json, weight_files
 from nanoengine.model import FAMILIES
 
 # the classes of transformers that the engine's own model replaces
@@ -57,9 +56,6 @@ NO_WEIGHTS: tuple[Row, ...] = (
 
 # -------------------------------------------------------------------------------- config.json
 
-# entries that only transformers supports
-ACTIVATIONS = [*ACT2FN.keys() - {"silu"}]
-ROPES = ("dynamic", "longrope", "proportional")
 # methods of quantization
 READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
         "auto-round", "mxfp4", "gguf", "mlx", "metal")
@@ -91,37 +87,25 @@ def listed(families: Iterable[str]) -> str:
     return ", ".join(others) + f" or {last}"
 
 
-def has_small_window(config: Config) -> bool:
-    """Whether a token would see no token before it. With a window of 1, transformers contradicts
-    itself: its cache keeps all tokens."""
-    is_used = config.get("model_type") == "mistral" or config.get("use_sliding_window")
-    window = config.get("sliding_window")
-    return bool(is_used) and isinstance(window, int) and window < 2
-
-
 def has_several_ropes(config: Config) -> bool:
     rope = config.get("rope_parameters")
     return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
 
 
 def uncomputed(config: Config) -> str:
-    """Returns an entry, such as "hidden_act='gelu'", that transformers supports in the engine's own
-    families, but the engine itself does not; "" if there is none."""
+    """Returns an entry, such as "hidden_act='gelu'", that the engine's own families can have, but
+    only in transformers; "" if there is none."""
     is_ministral = config.get("model_type") == "mistral" and "layer_types" in config
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if config.get("model_type") not in [*FAMILIES] or is_ministral or not isinstance(rope, dict):
         return ""
-    activation = config.get("hidden_act")
-    kind = rope.get("rope_type", rope.get("type"))
-    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if activation in ACTIVATIONS:
-        return f"hidden_act={activation!r}"
-    if kind in ROPES:
-        return f"rope_type={kind!r}"
-    return f"partial_rotary_factor={part}" if isinstance(part, float) and 0 < part < 1 else ""
+    given = {**config, "rope_type": rope.get("type"), **rope}
+    entries = {name: given.get(name) for name in ("hidden_act", "rope_type",
+                                                  "partial_rotary_factor")}
+    return next((f"{name}={value!r}" for name, value in entries.items()
+                 if value is not None and value not in SUPPORTED[name]), "")
 
 
-SMALL_WINDOW = "has a sliding_window of {sliding_window} tokens", "a model with at least 2"
 UNREAD = (
     "is quantized (quantization_config: {unread}), which is not read",
     "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
@@ -142,7 +126,8 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
      "comes with its own code, which is not run", "a model that transformers computes without it"),
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
-    (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True), *SMALL_WINDOW),
+    (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True),
+     "has a sliding_window of {sliding_window} tokens", "a model with at least 2"),
     # for a quantization_config, the extension `quantized` says what it reads
     (lambda c: c["unread"] and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
@@ -150,9 +135,6 @@ OTHERS: tuple[Kind, ...] = (
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
     (lambda c: c["unread"], *UNREAD), ELSEWHERE,
-    (lambda c: c.get("is_causal", True) is not True,
-     "lets its tokens see later ones (is_causal={is_causal}), which is not supported", WRITER),
-    (has_small_window, *SMALL_WINDOW),
     (lambda c: c["model_impl"] != "transformers" and c["uncomputed"],
      "has {uncomputed}, which the engine itself does not compute",
      "run with model_impl='transformers'"),

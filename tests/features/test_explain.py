@@ -100,11 +100,6 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
      'or compression_config.: it must be completed: .* "quantization_config"'),
     (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="fp8")),
      'or compression_config.: it must be completed: .* "quantization_config"'),
-    (dict(architectures=["Qwen2ForCausalLM"], is_causal=False), "see later ones .* writes text$"),
-    (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
-     "sliding_window of 0 tokens: it must be a model with at least 2$"),
-    (dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=1),
-     "sliding_window of 1 tokens: it must be a model with at least 2$"),
     (dict(architectures=["Gemma2ForCausalLM"], sliding_window=1), "sliding_window of 1 tokens"),
     (dict(architectures=["LlamaForCausalLM"], rope_parameters=dict(full=dict(rope_theta=5))),
      "different rope_parameters .* same ones in all layers$")])
