@@ -180,11 +180,37 @@ def test_a_number_for_each_layer(make_gguf):
     assert generated(path) == expected(model)
 
 
-def test_queries_keys_and_values_in_one_tensor(make_gguf):
-    """As the option --fuse-qkv of llama.cpp's converter makes it: such a file is refused."""
-    path, _ = make_gguf(["Q8_0"], tensors={
-        "blk.0.attn_qkv.weight": np.zeros((512, 256), np.float32)})
-    check_refused("no tensor 'layers.0.attn_qkv.weight'", LLM, path)
+def changed(path: Path) -> tuple[Path, gguf.GGUFWriter, dict[str, Any]]:
+    """A new file with the same entries, what writes it, and the tensors of the old file."""
+    reader = gguf.GGUFReader(path)
+    path = path.with_name("changed.gguf")
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.")):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    return path, writer, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def with_one_qkv(path: Path) -> Path:
+    """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
+    fused, writer, tensors = changed(path)
+    for name, tensor in tensors.items():
+        if "attn_q." in name:
+            data = [tensors[name.replace("attn_q.", f"attn_{part}.")].data for part in "qkv"]
+            writer.add_tensor(name.replace("attn_q.", "attn_qkv."), np.concatenate(data),
+                              raw_dtype=tensor.tensor_type)
+        elif "attn_k." not in name and "attn_v." not in name:
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    close(writer)
+    return fused
+
+
+@pytest.mark.parametrize("architecture, changes", [
+    ("Llama", {"attention_bias": True}), ("Qwen2", {}), ("Qwen3", {})])
+def test_queries_keys_and_values_in_one_tensor(make_gguf, architecture, changes):
+    path, model = make_gguf(["Q8_0"], architecture, **changes)
+    with LLM(with_one_qkv(path), kernels=False, **OPTIONS) as llm:
+        check_weights(llm, model)
 
 
 @pytest.mark.parametrize("architecture, options, message", [

@@ -7,6 +7,7 @@ knows.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -23,6 +24,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # these are dequantized when they are loaded
 GRIDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 TYPES = (*FLOATS, *GRIDS, *numbers.SIZES)
+QKV = "attn_qkv"
 # The values with which an entry changes nothing: other ones are accepted only if the family reads
 # the entry. The first value is that of a missing entry.
 NEUTRAL: dict[str, list] = {
@@ -75,19 +77,37 @@ class Header:
         # for each file: the type, the shape and the place of each tensor
         self.table: dict[str, dict[str, list]] = {}
         for file, reader in readers.items():
+            parts = [part for tensor in reader.tensors for part in self.parts(tensor)]
+            self.tensors |= {part.name: part for part in parts}
             self.table[file] = {
-                plain_name(each.name, names): [
-                    each.tensor_type.name, each.shape.tolist()[::-1], int(each.data_offset),
-                    int(each.n_bytes)]
+                plain_name(part.name, names): [
+                    part.tensor_type.name, part.shape.tolist()[::-1], int(part.data_offset),
+                    int(part.n_bytes)]
                 # the config has factors of frequencies
-                for each in reader.tensors if layer_of(each.name) < self.num_layers and not (
-                    each.name.startswith(("rope_freqs.", "rope_factors_")))}
+                for part in parts if layer_of(part.name) < self.num_layers and not (
+                    part.name.startswith(("rope_freqs.", "rope_factors_")))}
         for name, place in self.family.changes(self).items():
             for table in self.table.values():
                 table.pop(name, None)
             # the first file has the header, and so these numbers
             if place:
                 self.table[str(files[0])][name] = place
+
+    def parts(self, tensor: Any) -> list[Any]:
+        """Returns a tensor as it is; or three of one that has the rows of q, k and v, as the option
+        --fuse-qkv of llama.cpp's converter makes it."""
+        if f".{QKV}." not in tensor.name or QKV in self.family.names:
+            return [tensor]
+        output = self.tensor(f"blk.{layer_of(tensor.name)}.attn_output.weight")
+        queries = int(output.shape[0])
+        *inputs, rows = tensor.shape.tolist()
+        size = int(tensor.n_bytes) // rows
+        # the first row of each part, and of what follows it
+        firsts = 0, queries, (rows + queries) // 2, rows
+        return [tensor._replace(
+            name=tensor.name.replace(QKV, f"attn_{part}"), n_bytes=size * (end - first),
+            shape=np.array([*inputs, end - first]), data_offset=tensor.data_offset + size * first)
+            for part, first, end in zip("qkv", firsts, firsts[1:])]
 
     # ------------------------------------------------------------------------- its entries
 

@@ -9,7 +9,7 @@ from itertools import combinations, islice
 from typing import Any
 from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from nanoengine_extras.sampling.structured_outputs.regexes import common_regex
 
@@ -20,6 +20,7 @@ JSON_OPTIONS = {"x-guidance": {
     "json_allowed_escapes": 'nrbtf\\"'}}
 # `minProperties` has many alternatives at one place
 LIMITS = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
+BYTES = LLTokenizer("byte")
 # llguidance recurses into each level of a schema, and its stack must not overflow
 MOST_LEVELS = 300
 TOO_DEEP = f"it has more than {MOST_LEVELS} levels, with those that $ref adds"
@@ -138,7 +139,7 @@ def enforceable(schema: Any, root: Any, closes: bool) -> Any:
         elif name not in ("const", "default", "enum", "examples"):
             value = enforceable(value, root, closes and name != "allOf")
         found[name] = value
-    translate_patterns(found, is_alone=closes)
+    translate_patterns(found, {} if closes else names_in(root))
     limits = found.get("allOf", [])
     if (kind := found.get("format")) in FORMATS:
         limits.append({"pattern": FORMATS[kind]})
@@ -172,14 +173,19 @@ def with_listed_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     return others | {"additionalProperties": False, "properties": dict.fromkeys(listed, values)}
 
 
-def translate_patterns(found: dict[str, Any], is_alone: bool) -> None:
+def names_in(part: Any) -> dict[str, Any]:
+    """Returns the names of all properties in a schema, as keys."""
+    parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    found = [names_in(each) for each in parts]
+    own = part.get("properties") if isinstance(part, dict) else None
+    return dict.fromkeys(name for names in [own or {}, *found] for name in names)
+
+
+def translate_patterns(found: dict[str, Any], names: dict[str, Any]) -> None:
     """Translates the patterns of an object's schema in place.
 
-    A pattern that lists names becomes properties: then an object has each name once. Other patterns
-    of a closed object must not permit only names that it has as properties: llguidance would lead
-    into a dead end, where no token is left.
-
-    is_alone: whether no other schema is combined with this one.
+    A pattern that lists names becomes properties: then an object has each name once.
+    names: those of other schemas, which can be combined with this one.
     """
     patterns = found.pop("patternProperties", {})
     if not patterns:
@@ -193,12 +199,25 @@ def translate_patterns(found: dict[str, Any], is_alone: bool) -> None:
                 properties[name] = {"allOf": [properties.get(name, {}), value]}
         else:
             others[common_regex(pattern)] = value
-    if is_closed and others and (properties or not is_alone):
-        raise ValueError(f"the pattern {[*others][0]!r:.100} beside other properties needs "
-                         "`additionalProperties`, or must list its names: ^(a|b)$")
+            if is_closed and not adds_names(common_regex(pattern), properties | names):
+                raise ValueError(f"the pattern {pattern!r:.100} permits only names that are in "
+                                 "`properties`, too: leave it out")
     # names that only Python, or only JavaScript, finds with a pattern fit none of its schemas
     has_classes = re.search(r"\\[dwsDWS]", "".join(patterns))
     is_plain = all(name.isascii() and not name.endswith("\n") for name in properties)
     if not (is_closed and is_plain) and (has_classes or "$" in "".join(patterns)):
         others[r"[^\x00-\x7f]|\n$" if has_classes else r"\n$"] = False
     found["patternProperties"] = others
+
+
+def adds_names(pattern: str, properties: dict[str, Any]) -> bool:
+    """Whether a pattern permits other names than these. If not, llguidance would lead into a dead
+    end, where no token is left."""
+    schema = {"type": "object", "properties": dict.fromkeys(properties, {"const": 1}),
+              "required": [*properties], "patternProperties": {pattern: {"const": 1}},
+              "additionalProperties": False} | JSON_OPTIONS
+    matcher = LLMatcher(BYTES, f"start: %json {json.dumps(schema)}", log_level=0, limits=LIMITS)
+    text = "".join(f"{json.dumps(name, ensure_ascii=False)}: 1, " for name in properties)
+    matcher.consume_tokens([*f"{{{text}".encode()])
+    matcher.compute_bitmask()
+    return not matcher.is_error()
