@@ -33,6 +33,10 @@ Spans begin at fixed positions, and each sum adds them in a fixed order. So a to
 bits whatever else runs, and however its prompt was chunked. The tests compare it with
 `plain_attention` in `tests/cpu/reference.py`.
 
+A cache can also hold numbers of 8 bits, with a float32 scale for each head of K and of V of a
+token. A tile is then [head_dim][16 keys] or [16 keys][head_dim] bytes, and 16 scales. A span is
+converted (`open_span`) before it is multiplied.
+
 Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
 (Xiao et al., 2023, arXiv:2309.17453): one more score in its softmax, without a value.
 """
@@ -50,8 +54,8 @@ from nanoengine_extras.cpu.memory import in_huge_pages
 from nanoengine_extras.cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_extras.cpu.vectors import (
-    DTYPES, LANES, add_products, array_at, copy_rows, exp2, fill, has, inlined, largest, load,
-    load_part, numbers_at, prefetch, stack, store, store_part, total, where_less)
+    DTYPES, LANES, add_products, array_at, as_words, copy_rows, exp2, fill, has, inlined, largest,
+    load, load_bytes, load_part, numbers_at, prefetch, stack, store, store_part, total, where_less)
 
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
@@ -76,6 +80,8 @@ LOWEST = np.float32(-1e20)
 # A row's sums shrink when its maximum is raised. So the maximum is kept until a weight would be
 # above 2^8.
 MOST_EXPONENT = np.float32(8)
+# the size of a scale, in bytes
+SCALE = 4
 
 
 @inlined()
@@ -83,10 +89,13 @@ def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
 
-def numbers_per_token(head_dim: int, block_size: int) -> int:
-    """Returns how many numbers a token's K, or its V, takes up in a block, with padding."""
-    numbers = round_up.py_func(head_dim, LANES) * round_up.py_func(block_size, LANES)
-    return round_up.py_func(-(-numbers // block_size), 2)
+def numbers_per_token(head_dim: int, block_size: int, dtype: torch.dtype) -> int:
+    """Returns how many numbers a token's K, or its V, takes up in a block, with padding and, in 8
+    bits, a scale."""
+    size = round_up.py_func(head_dim, LANES) + (SCALE if dtype == torch.int8 else 0)
+    numbers = size * round_up.py_func(block_size, LANES)
+    # whole words
+    return round_up.py_func(-(-numbers // block_size), 4 if dtype == torch.int8 else 2)
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -97,10 +106,12 @@ def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, he
                 dtype: torch.dtype) -> Tensor:
     """K and V of all layers, (layers, 2, num_blocks, block_size, kv_heads, numbers).
 
-    The system provides the memory when it is first written to. Only the kernel knows the layout and
+    dtype: int8 for all numbers of 8 bits. The system provides the memory when it is first written
+    to. Only the kernel knows the layout and
     the padding within a block, so copy whole blocks only.
     """
-    shape = layers, 2, num_blocks, kv_heads, block_size, numbers_per_token(head_dim, block_size)
+    size = numbers_per_token(head_dim, block_size, dtype)
+    shape = layers, 2, num_blocks, kv_heads, block_size, size
     return in_huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape).transpose(3, 4)
 
 
@@ -154,6 +165,44 @@ def write(space, value, keys, values, offset, head_dim, width, per_word):
         # a second half that was never written can be NaN or infinity
         is_number = other & 0x7F800000 != 0x7F800000
         line[d] = (other if is_number else np.uint32(0)) | np.uint32(value[d]) << 16 * second
+
+
+@inlined()
+def in_8_bits(number, is_float):
+    """The byte of a number: e4m3 or int8, to nearest, ties to even."""
+    if not is_float:
+        # in so large a number the last bits count units
+        return np.uint8(np.float32(number + np.float32(1.5 * 2**23)).view(np.int32))
+    size = np.float32(abs(number))
+    sign = np.uint8(0x80 if number < 0 else 0)
+    if size < np.float32(2**-6):
+        # the last bits count the subnormal numbers, which are multiples of 2^-9
+        return sign | np.uint8(np.float32(size + np.float32(2**14)).view(np.int32))
+    bits = size.view(np.int32)
+    # exponents of float32 are 120 larger
+    return sign | np.uint8((bits + 0x7FFFF + (bits >> 20 & 1) >> 20) - (120 << 3))
+
+
+@inlined()
+def write_rounded(head, block, offset, between, along, head_dim, width, is_float):
+    """Writes K or V of one head, (head_dim,), in 8 bits to its place in a block, (bytes,).
+
+    between: from one token of a tile to the next; along: from one number of the head to the next
+    """
+    tile, lane = divmod(offset, LANES)
+    place = tile * LANES * (width + SCALE)
+    numbers = array_at(stack(width), width, np.float32)
+    for d in range(0, width, LANES):
+        store(numbers, d, load_part(head, d, head_dim))
+    # the second is NaN if a number is not finite, or else 0
+    size, check = np.float32(1e-30), np.float32(0)
+    for number in numbers:
+        size = max(size, abs(number))
+        check += number * np.float32(0)
+    scale = np.float32(size / np.float32(448 if is_float else 127) + check)
+    block.view(np.float32)[(place + LANES * width) // SCALE + lane] = scale
+    for d in range(head_dim):
+        block[place + lane * between + d * along] = in_8_bits(numbers[d] / scale, is_float)
 
 
 # -------------------------------------------------------------------------------- attention
@@ -275,19 +324,60 @@ def find_keys(base, tile, block_tables, window, kv, shape):
     the places where the span's tiles of keys begin in K or V of a layer. Tiles after the last key
     repeat its tile."""
     begin, end, last, kv_head, sequence = tile
-    _, width, _, block_size, per_word, unit = shape
+    _, _, _, block_size, _, unit, tile_size, _ = shape
     base = max(base, (last + 2 - (end - begin) - window) // unit * unit)
     places = np.empty(SPAN // LANES, np.int64)
     for t in range(len(places)):
         index, offset = divmod(min(base + t * LANES, last), block_size)
         block = np.int64(block_tables[sequence, index]) * kv.shape[2] + kv_head
-        places[t] = block * kv.shape[3] + offset // LANES * LANES * width // per_word
+        places[t] = block * kv.shape[3] + offset // LANES * tile_size
     return base, places
+
+
+@inlined()
+def as_it_is(kv, here, later, num_tiles, num_keys, opened, shape):
+    """Keys, values, and the places of this span and of a later one, of a cache of words."""
+    return kv[0], kv[1], here, later
+
+
+@inlined()
+def open_span(kv, here, later, num_tiles, num_keys, opened, shape):
+    """The same for a cache of bytes: they are converted to words, in memory that is `opened`.
+
+    here, later: see `find_keys`; tiles at `later` are prefetched
+    """
+    _, width, _, _, per_word, _, tile_size, is_float = shape
+    size = LANES * width // per_word
+    keys, values = opened, opened[SPAN // LANES * size:]
+    places = np.arange(SPAN // LANES) * size
+    scales = array_at(stack(LANES), LANES, np.float32)
+    second = per_word - 1
+    for t in range(num_tiles):
+        for i in range(0, tile_size, 64):
+            prefetch(kv[0], later[t] + i)
+            prefetch(kv[1], later[t] + i)
+        scale = load(kv[0], here[t] + LANES * width)
+        for w in range(width // per_word):
+            at = here[t] + w * per_word * LANES
+            upper = load_bytes(kv[0], at + second * LANES, is_float) * scale
+            store(keys, places[t] + w * LANES,
+                  as_words(load_bytes(kv[0], at, is_float) * scale, upper, per_word))
+        store(scales, 0, load(kv[1], here[t] + LANES * width))
+        # values that were never written: their weights are 0
+        scales[max(0, min(num_keys - t * LANES, LANES)):] = 0
+        for k in range(0, LANES, per_word):
+            for d in range(0, width, LANES):
+                at = here[t] + k * width + d
+                lower = load_bytes(kv[1], at, is_float) * fill(scales[k])
+                upper = load_bytes(kv[1], at + second * width, is_float) * fill(scales[k + second])
+                place = places[t] + k // per_word * width + d
+                store(values, place, as_words(lower, upper, per_word))
+    return keys, values, places, places
 
 
 @inlined(inline="always")
 def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space, shape, key_panel,
-           panel):
+           panel, opening):
     """Computes attention for a tile of tokens of one sequence. The rows are its queries for one KV
     head.
 
@@ -295,22 +385,24 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
         `soften`
     tile, after: see `find_tile`; keys of the tile after this one are prefetched
     space: for each row a query, the scores of a span, the weighted values so far, and a state, see
-        WEIGHTS and MAXIMUM; weights take the place of the scores
-    shape: (head_dim, the same in whole vectors, group_size, block_size, per_word, unit): spans
-        begin again after `unit` keys
+        WEIGHTS and MAXIMUM; weights take the place of the scores. Then what `opening` needs
+    shape: (head_dim, the same in whole vectors, group_size, block_size, per_word, unit, tile_size,
+        is_float): spans begin again after `unit` keys; a tile of keys has `tile_size` places in
+        `kv`; numbers of 8 bits are e4m3
     key_panel, panel: of scores and of values, see `multiply`
+    opening: `as_it_is` or `open_span`
     """
     begin, end, last, kv_head, _ = tile
-    head_dim, width, group_size, _, per_word, unit = shape
+    head_dim, width, group_size, _, per_word, unit, _, _ = shape
     norm, eps, sinks, cap = of_heads
     rows, vectors, _, is_tiled = panel
     begin_tiles(TILE_SIZES[min(rows, LANES)])
-    keys, values = kv[0], kv[1]
     tail = stack(TAIL)
     words = head_dim // per_word
     num_rows = (end - begin) * group_size
     pitch = words + SPAN + width + STATE
     scratch = array_at(space, (round_up(num_rows, rows), pitch), np.float32)
+    opened = array_at(space, scratch.size + 2 * SPAN * width, np.float32)[scratch.size:]
     # the same memory, as numbers of the type of `qkv`
     numbers = array_at(space, (num_rows, pitch * per_word), qkv.dtype)
     scores, weights = scratch[:, words:], numbers[:, head_dim:]
@@ -332,13 +424,15 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
     scale = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     first = last + 1 - (end - begin)
     # for a plain 0, numba would compile one more variant
-    base, here = find_keys(np.int64(0), tile, block_tables, window, kv, shape)
+    base, places = find_keys(np.int64(0), tile, block_tables, window, kv, shape)
     while base <= last:
         stop = min(base + SPAN, (base // unit + 1) * unit)
         num_keys = min(stop, last + 1) - base
         num_tiles = round_up(num_keys, LANES * per_word if is_tiled else LANES) // LANES
-        _, later = (find_keys(stop, tile, block_tables, window, kv, shape) if stop <= last
+        _, places_ahead = (find_keys(stop, tile, block_tables, window, kv, shape) if stop <= last
                     else find_keys(np.int64(0), after, block_tables, window, kv, shape))
+        keys, values, here, later = opening(
+            kv, places, places_ahead, num_tiles, num_keys, opened, shape)
 
         # scores: a line holds one word from each key of a tile
         scores[:, :num_tiles * LANES] = 0
@@ -371,7 +465,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
                 if HAS_TILES and rest:
                     multiply(scores[r:, depth - rest:], tail, ONE_PIECE, (LANES, width), across,
                              rest, totals[r:, c:], pitch, panel, (keys, later[whole:], num_rows))
-        base, here = stop, later
+        base, places = stop, places_ahead
 
     end_tiles()
     for r in range(num_rows):
@@ -383,8 +477,11 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
 
 @functools.cache
 def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dtype,
-                soft_cap: float | None = None) -> Callable:
-    """Returns the kernel for these sizes. soft_cap: limits scaled scores; None for none.
+                soft_cap: float | None = None, stored: torch.dtype | None = None) -> Callable:
+    """Returns the kernel for these sizes.
+
+    soft_cap: limits scaled scores; None for none. stored: int8 or float8_e4m3fn for a cache of 8
+    bits, or None
 
     kernel(kv, norms, sinks, kv_heads, blocks, window, eps_bits,
            qkv, out, rope, slot_mapping, block_tables, sequence_of_token, positions,
@@ -393,7 +490,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     The arguments in the first line are the same in all steps. Arrays are addresses. uint: the bits
     of a number in `dtype`, float32 or bfloat16:
 
-        kv: (2, blocks, kv_heads, words) uint32, the cache; K and V are written to it
+        kv: (2, blocks, kv_heads, words) uint32, or bytes, the cache; K and V are written to it
         norms: (2, head_dim) float32, the weights of the norms of queries and of keys
         sinks: (heads,) float32; 0 for none
         eps_bits: the bits of the norms' eps in float32, which is -1 without norms
@@ -423,7 +520,9 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     unit = SPAN if block_size % LANES == 0 else block_size
     # LLVM unrolls and vectorises over these numbers. numba knows those in plain tuples when it
     # compiles a function; it would not know those in named tuples, and would compile for longer.
-    shape = (head_dim, width, group_size, block_size, per_word, unit)
+    is_float, is_rounded = stored == torch.float8_e4m3fn, stored is not None
+    tile_size = LANES * (width + SCALE) if is_rounded else LANES * width // per_word
+    shape = (head_dim, width, group_size, block_size, per_word, unit, tile_size, is_float)
     rows = 2 * LANES if is_tiled else MOST_ROWS
     decode_rows = largest_divisor(group_size, rows)
     key_panel, panel = panel_of(rows, 2 * LANES), panel_of(rows, width)
@@ -431,7 +530,11 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     most_rows = round_up.py_func(most_tokens * group_size, rows)
     # see `attend`: a query, scores, values and a state
     scratch_size = most_rows * (head_dim // per_word + SPAN + width + STATE)
-    block_words = block_size * numbers_per_token(head_dim, block_size) // per_word
+    scratch_size += 2 * SPAN * width // per_word if is_rounded else 0
+    in_cache = torch.int8 if is_rounded else dtype
+    place = np.uint8 if is_rounded else np.uint32
+    block_places = block_size * numbers_per_token(head_dim, block_size, in_cache)
+    block_places //= 1 if is_rounded else per_word
 
     def kernel(phase, threads, arguments_at):
         (kv_at, norms_at, sinks_at, kv_heads, blocks, window, eps_bits, qkv_at, out_at, rope_at,
@@ -440,7 +543,7 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
         eps = np.int32(eps_bits).view(np.float32)
         heads = group_size * kv_heads
         qkv = array_at(qkv_at, (tokens, heads + 2 * kv_heads, head_dim), uint)
-        kv = array_at(kv_at, (2, blocks, kv_heads, block_words), np.uint32)
+        kv = array_at(kv_at, (2, blocks, kv_heads, block_places), place)
         out = array_at(out_at, (tokens, heads, head_dim), uint)
         norms = array_at(norms_at, (2, head_dim), np.float32)
         of_heads = norms[0], eps, array_at(sinks_at, heads if sinks_at else 0, np.float32), cap
@@ -474,10 +577,18 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
                     ask_for(qkv[token + AHEAD, heads + kv_heads + kv_head])
                     norm_and_rotate(qkv[token, heads + kv_head], norms[1], rope[0, token],
                                     rope[1, token], array_at(space, head_dim, uint), eps, head_dim)
-                    write(space, qkv[token, heads + kv_heads + kv_head], kv[0, block, kv_head],
-                          kv[1, block, kv_head], offset, head_dim, width, per_word)
+                    value = qkv[token, heads + kv_heads + kv_head]
+                    if is_rounded:
+                        write_rounded(array_at(space, head_dim, uint), kv[0, block, kv_head],
+                                      offset, 1, LANES, head_dim, width, is_float)
+                        write_rounded(value, kv[1, block, kv_head], offset, width, 1, head_dim,
+                                      width, is_float)
+                    else:
+                        write(space, value, kv[0, block, kv_head], kv[1, block, kv_head], offset,
+                              head_dim, width, per_word)
             return
 
+        opening = open_span if is_rounded else as_it_is
         # head by head: its keys and values stay in the cache while its tiles read them
         for task in take_tasks(tasks, size, arguments_at):
             tile = find_tile(task, starts, tiles, positions, sequence_of_token)
@@ -485,10 +596,10 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
             space = stack(scratch_size)
             if tile[1] - tile[0] == 1:
                 attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space,
-                       shape, decode_key_panel, decode_panel)
+                       shape, decode_key_panel, decode_panel, opening)
             else:
                 attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, space,
-                       shape, key_panel, panel)
+                       shape, key_panel, panel, opening)
 
     return compile_kernel(kernel, phases=2)
 
@@ -529,8 +640,8 @@ def call_attention(cache: Tensor, num_queries: int, norms: Tensor, eps: float,
                    *step: int) -> list[int]:
     """Returns the call of the kernel. step: see `step_numbers`"""
     _, num_blocks, block_size, kv_heads, _ = cache.shape
-    kernel = make_kernel(
-        norms.shape[1], num_queries // kv_heads, block_size, cache.dtype, soft_cap)
+    kernel = make_kernel(norms.shape[1], num_queries // kv_heads, block_size, cache.dtype, soft_cap,
+                         getattr(cache, "stored", None))
     return kernel(cache.data_ptr(), norms.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
                   kv_heads, num_blocks, window or 2**31 - 1, bits_of_number(eps), *step)
 

@@ -153,6 +153,31 @@ def rounded(builder, numbers):
     return builder.trunc(builder.lshr(up, same(WORDS, 16)), HALVES)
 
 
+@instruction(vector, constants=1)
+def load_bytes(builder, array, first, is_float):
+    """16 numbers of 8 bits of an array of bytes: int8, or, if is_float, a constant, e4m3."""
+    kind = ir.VectorType(ir.IntType(8), LANES)
+    numbers = builder.load(builder.bitcast(builder.gep(array, [first]), kind.as_pointer()), align=1)
+    if not is_float:
+        return builder.sitofp(numbers, FLOATS)
+    words = builder.zext(numbers, WORDS)
+    # the sign, and the rest, which float32 has in the same order; its exponents are 120 larger
+    sign = builder.shl(builder.and_(words, same(WORDS, 0x80)), same(WORDS, 24))
+    rest = builder.shl(builder.and_(words, same(WORDS, 0x7F)), same(WORDS, 20))
+    bits = builder.bitcast(builder.or_(sign, rest), FLOATS)
+    return builder.fmul(bits, same(FLOATS, 2.0**120))
+
+
+@instruction(vector)
+def as_words(builder, lower, upper, per_word):
+    """16 words of one float32 number each, `lower`, or of two bfloat16 numbers."""
+    halves = [builder.zext(rounded(builder, each), WORDS) for each in (lower, upper)]
+    pairs = builder.or_(halves[0], builder.shl(halves[1], same(WORDS, 16)))
+    # LLVM knows per_word, and drops the other case
+    are_pairs = builder.icmp_signed("==", per_word, per_word.type(2))
+    return builder.select(are_pairs, builder.bitcast(pairs, FLOATS), lower)
+
+
 @instruction(types.void)
 def store(builder, array, first, numbers):
     """Stores to an array of 32-bit words, or of bfloat16."""
