@@ -50,6 +50,9 @@ class EngineConfig(Options):
         budget is smaller.
     max_num_batched_tokens: the token budget: the most tokens that a step computes; at least
         max_num_seqs. Longer prompts are computed in chunks.
+    kv_cache_dtype: "auto": the KV cache has the model's dtype; "fp8" (e4m3) or "int8": K and V are
+        rounded to 8 bits, with a scale for each head of each token. Twice as many tokens as in
+        bfloat16 fit into the same memory. Generated tokens differ: see docs/quantization.md.
     block_size: tokens per block of the KV cache; the prefix cache reuses only whole blocks.
     num_kv_blocks: the number of blocks in the KV cache. By default, on a CPU: enough for
         max_num_seqs sequences of max_model_len, but at most a quarter of the free memory; on a GPU:
@@ -110,6 +113,7 @@ class EngineConfig(Options):
     max_model_len: int | None = None
     max_num_seqs: int = BY_DEVICE
     max_num_batched_tokens: int = BY_DEVICE
+    kv_cache_dtype: str = of("running.kv_cache", "auto")
     block_size: int = BY_DEVICE
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = of("running.memory", 0.9)

@@ -71,8 +71,8 @@ class ModelRunner:
         self.device = config.device
         self.dtype = choose_dtype(config.dtype, self.device, config.kernels)
         self.kernels = kernels(self.device, config.kernels)
-        self.backend = choose_backend(
-            config.attention_backend, self.device, self.dtype, config.block_size)
+        choose = part("choose_backend", config, lambda config: choose_backend)(config)
+        self.backend = choose(config.attention_backend, self.device, self.dtype, config.block_size)
         self.graphs = CudaGraphs(config.max_num_seqs)
         num_more_rows = part("num_more_rows", config, lambda config: 0)(config)
         num_rows = config.max_num_seqs + num_more_rows
@@ -120,8 +120,9 @@ class ModelRunner:
 
     def make_caches(self, num_blocks: int) -> Tensor:
         """Returns memory for K and V of these blocks: see attention.py."""
-        return make_caches(self.model_config, num_blocks, self.config.block_size, self.dtype,
-                           self.device, backends(self.device)[self.backend])
+        make = part("make_caches", self.config, lambda config: make_caches)(self.config)
+        return make(self.model_config, num_blocks, self.config.block_size, self.dtype, self.device,
+                    backends(self.device)[self.backend])
 
     def allocate(self, num_kv_blocks: int, max_model_len: int) -> None:
         """Gives the model its rotary angles and its KV cache, with block 0 in front, and records

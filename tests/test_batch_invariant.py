@@ -6,7 +6,7 @@ import random
 import numba
 import pytest
 import torch
-from conftest import ROOT, next_number, random_prompts, slow
+from conftest import ROOT, for_feature, next_number, random_prompts, slow
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
@@ -73,13 +73,16 @@ LLAMA = "Llama", {"num_key_value_heads": 4, "head_dim": None, "intermediate_size
 QWEN2 = "Qwen2", {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-@pytest.mark.parametrize("architecture, changes, dtype", [
-    ("Qwen3", {}, "float32"), ("Qwen3", {}, "bfloat16"), (*QWEN2, "float32"),
-    *(slow(*each)
-      for each in ((*LLAMA, "float32"), (*LLAMA, "bfloat16"), (*QWEN2, "bfloat16")))])
-def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype):
+@pytest.mark.parametrize("architecture, changes, dtype, stored", [
+    ("Qwen3", {}, "float32", "auto"), ("Qwen3", {}, "bfloat16", "auto"),
+    (*QWEN2, "float32", "auto"),
+    *for_feature("running.kv_cache", ("Qwen3", {}, "float32", "fp8")),
+    *(slow(*each) for each in (
+        (*LLAMA, "float32", "auto"), (*LLAMA, "bfloat16", "int8"), (*LLAMA, "bfloat16", "auto"),
+        (*QWEN2, "bfloat16", "auto"), (*QWEN2, "bfloat16", "fp8")))])
+def test_same_bits_under_every_schedule(make_model, architecture, changes, dtype, stored):
     folder, _ = make_model(architecture, **changes)
-    check(folder, PROMPTS, SCHEDULES, dtype=dtype, block_size=16)
+    check(folder, PROMPTS, SCHEDULES, dtype=dtype, block_size=16, kv_cache_dtype=stored)
 
 
 @pytest.mark.parametrize("dtype", [

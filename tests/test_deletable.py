@@ -51,6 +51,7 @@ ALL_CASES = {
     "models.generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
     "running.memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
     "models.gguf": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
+    "running.kv_cache": "assert tokens_with(kv_cache_dtype='fp8') and llm.engine",
     "running.guards": "LLM(model, batch_invariant=True, attention_backend='gather', **options)",
     "models.hub": "LLM('some/model', **options)",
     "tools.lm_eval": "extension('tools.lm_eval')",

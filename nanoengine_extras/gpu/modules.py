@@ -166,6 +166,9 @@ class Attention(nn.Module):
         step: see `paged_attention`; and its `slot_mapping` says where K and V of each token go
         rows: those that need an output; K and V are written for all
         """
+        # the kernels here know no numbers of 8 bits
+        if hasattr(self.cache, "stored"):
+            return super().forward(x, angles, step, rows)
         return self.attend(self.qkv_proj(x), angles, step, rows)
 
     def attend(self: Any, qkv: Tensor, angles: Tensor, step: Any, rows: Any) -> Tensor:
@@ -194,7 +197,7 @@ class Layer(nn.Module):
         """
         norm, attention = self.input_layernorm, self.self_attn
         linear = attention.qkv_proj
-        if has_few_rows(x, linear, norm, attention):
+        if has_few_rows(x, linear, norm, attention) and not hasattr(attention.cache, "stored"):
             x, qkv = few_rows_linear(x, linear.weight, linear.bias, norm.weight, norm.eps, delta)
             attended = attention.attend(qkv, angles, step, rows)
         else:

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from nanoengine.attention import backends, make_caches
 from nanoengine.errors import logger
-from nanoengine.features import extension, is_installed
+from nanoengine.features import extension, is_installed, part
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import StepInputs
 from nanoengine_extras.models.transformers_models.calls import (
@@ -189,7 +189,9 @@ def check_model(runner: Any, model: Any, causal: Any) -> None:
         backend, is_in_model = "gather", False
     runner.kernels.optimize(model, has_attention=is_in_model)
     with only(model, *few):
-        token_bytes = compare(runner, model, ids, wanted, backend, runner.dtype, MOST, has_experts)
+        make = part("make_caches", runner.config, lambda config: make_caches)(runner.config)
+        token_bytes = compare(
+            runner, model, ids, wanted, backend, runner.dtype, MOST, has_experts, make)
     for place in model.waits[:1]:
         logger.info(f"there are no CUDA graphs, since the host waits for the GPU at {place}")
     logger.info(
@@ -228,21 +230,22 @@ def difference(logits: Tensor, right: Tensor) -> Tensor:
 
 
 def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
-            dtype: torch.dtype, most: float, has_experts: bool = False) -> int:
+            dtype: torch.dtype, most: float, has_experts: bool = False,
+            make: Callable = make_caches) -> int:
     """Runs two prompts in STEPS, and compares their logits. Returns the bytes of a token's K and V.
 
     ids: (2, tokens); wanted: their logits, (2, tokens, vocab_size)
     most: by how much the logits of a step may differ, relative to their norm
     has_experts: some tokens may get other experts than with `wanted`: it is enough if the logits of
         half of each prompt's tokens do not differ
+    make: makes the KV cache
     """
     errors: dict[Any, list[float]] = defaultdict(list)
     size = runner.config.block_size
     length = ids.shape[1]
     num_blocks = 2 * -(-length // size)
     chosen = backends(runner.device)[backend]
-    caches = make_caches(
-        runner.model_config, num_blocks + 1, size, dtype, runner.device, chosen)
+    caches = make(runner.model_config, num_blocks + 1, size, dtype, runner.device, chosen)
     model.bind(torch.empty(2, length, device=runner.device), caches, chosen.attend)
     seqs = [Sequence("", row, length, length) for row in ids.tolist()]
     for number, seq in enumerate(seqs):
