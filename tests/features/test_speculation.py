@@ -15,7 +15,7 @@ import prompter
 import pytest
 import test_scheduler
 import torch
-from conftest import check_idle, check_refused, random_prompts, slow
+from conftest import check_idle, check_refused, random_prompts, slow, use_policies
 from llguidance import LLParserLimits
 from safetensors.torch import load_file, save_file
 from test_random_requests import make_options, make_params, make_prompt, parts_of
@@ -26,9 +26,8 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.engine import make_engine
 from nanoengine.model_runner import ModelRunner
-from nanoengine.observers import Feature, Features
+from nanoengine.observers import Feature
 from nanoengine.sequence import Sequence
-from nanoengine_extras import ALWAYS
 from nanoengine_extras.sampling import speculation
 from nanoengine_extras.sampling.speculation import PromptLookup, StepCosts
 from nanoengine_extras.sampling.structured_outputs.grammar import Grammar
@@ -215,20 +214,11 @@ def test_a_guess_whose_k_and_v_are_nan_harms_no_sequence(make_model, always, opt
         check_idle(llm)
 
 
-@pytest.fixture(scope="module")
-def small_llm(tiny):
-    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=64, max_num_seqs=8) as llm:
-        yield llm
-
-
 def speculate(llm: LLM, policy, clock=time.monotonic) -> None:
     """Gives a loaded model an engine that speculates."""
-    options = vars(llm.config) | dict(speculation=policy, run_ahead=False)
     runner = llm.engine.runner
     runner.last_sampled = runner.last_sampled.new_zeros(llm.config.max_num_seqs + 32)
-    runner.features = llm.inputs.features = Features(ALWAYS)
-    llm.engine = make_engine(EngineConfig(**options), runner, runner.features)
-    llm.driver = type(llm.driver)(llm.engine)
+    use_policies(llm, speculation=policy, run_ahead=False)
     llm.engine.clock = clock
 
 
@@ -254,38 +244,38 @@ def raise_error(seq):
     (lambda seq: [1, 320], "320 is not in range"), (lambda seq: [-1], "-1 is not in range"),
     (lambda seq: "ab", "'str' object"), (lambda seq: [1.0], "'float' object"),
     (lambda seq: [next(iter(()))], "StopIteration")])
-def test_a_policy_that_fails_ends_its_own_request(small_llm, always, guess, message):
+def test_a_policy_that_fails_ends_its_own_request(tiny_llm, always, guess, message):
     prompts = random_prompts([5, 6, 7])
-    speculate(small_llm, lambda seq: [])
-    expected = small_llm.generate(prompts, FREE, use_tqdm=False)
+    speculate(tiny_llm, lambda seq: [])
+    expected = tiny_llm.generate(prompts, FREE, use_tqdm=False)
 
     def policy(seq):
         return guess(seq) if seq.token_ids[:6] == prompts[1] and seq.num_tokens > 8 else [1]
 
-    speculate(small_llm, policy)
-    requests = small_llm.add(prompts, FREE)
-    while small_llm.active:
-        small_llm.step()
+    speculate(tiny_llm, policy)
+    requests = tiny_llm.add(prompts, FREE)
+    while tiny_llm.active:
+        tiny_llm.step()
     found = [request.output().outputs[0] for request in requests]
     assert [found[0], found[2]] == [expected[0].outputs[0], expected[2].outputs[0]]
     assert found[1].finish_reason == "error" and isinstance(requests[1].seq.error, ValueError)
     assert found[1].stop_reason.startswith(f"request {requests[1].request_id}: its speculation")
     assert message in found[1].stop_reason
     assert found[1].token_ids == expected[1].outputs[0].token_ids[:len(found[1].token_ids)]
-    check_refused(message, small_llm.generate, prompts[1], FREE, use_tqdm=False)
+    check_refused(message, tiny_llm.generate, prompts[1], FREE, use_tqdm=False)
 
 
-def test_numbers_of_numpy_and_of_pytorch_are_tokens(small_llm, always):
+def test_numbers_of_numpy_and_of_pytorch_are_tokens(tiny_llm, always):
     def policy(seq):
         return (make(1) for make in (np.int64, torch.tensor, int))
 
-    assert check_same(small_llm, policy, random_prompts([5]), FREE)["guessed_tokens"] > 50
+    assert check_same(tiny_llm, policy, random_prompts([5]), FREE)["guessed_tokens"] > 50
 
 
-def test_an_interrupted_step_leaves_a_clean_engine(small_llm, always):
+def test_an_interrupted_step_leaves_a_clean_engine(tiny_llm, always):
     prompts = random_prompts([5, 6])
-    speculate(small_llm, lambda seq: [])
-    expected = small_llm.generate(prompts, FREE, use_tqdm=False)
+    speculate(tiny_llm, lambda seq: [])
+    expected = tiny_llm.generate(prompts, FREE, use_tqdm=False)
     calls = itertools.count()
 
     def policy(seq):
@@ -293,10 +283,10 @@ def test_an_interrupted_step_leaves_a_clean_engine(small_llm, always):
             raise KeyboardInterrupt
         return expected[len(seq.token_ids) % 2].outputs[0].token_ids
 
-    speculate(small_llm, policy)
+    speculate(tiny_llm, policy)
     with pytest.raises(KeyboardInterrupt):
-        small_llm.generate(prompts, FREE, use_tqdm=False)
-    found = small_llm.generate(prompts, FREE, use_tqdm=False)
+        tiny_llm.generate(prompts, FREE, use_tqdm=False)
+    found = tiny_llm.generate(prompts, FREE, use_tqdm=False)
     assert [each.outputs for each in found] == [each.outputs for each in expected]
 
 
@@ -419,22 +409,22 @@ def test_a_forced_text_whose_tokens_the_model_does_not_have(make_model, bundled,
     assert metrics["guessed_tokens"] > 0
 
 
-def test_log_probabilities_keep_one_list_of_tokens(small_llm, always):
+def test_log_probabilities_keep_one_list_of_tokens(tiny_llm, always):
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=1,
                             repetition_penalty=1.1)
-    (expected,) = small_llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    (expected,) = tiny_llm.generate([[5, 6, 7]], params, use_tqdm=False)
     tokens = expected.outputs[0].token_ids
-    speculate(small_llm, lambda seq: tokens[seq.num_tokens - 3:])
-    (request,) = small_llm.add([[5, 6, 7]], params)
+    speculate(tiny_llm, lambda seq: tokens[seq.num_tokens - 3:])
+    (request,) = tiny_llm.add([[5, 6, 7]], params)
     while not request.is_finished:
-        small_llm.step()
-    assert small_llm.metrics()["right_guesses"] > 10
+        tiny_llm.step()
+    assert tiny_llm.metrics()["right_guesses"] > 10
     found = request.seq.kept["logprobs"].values()
     assert all(row.token_ids is request.seq.token_ids for row in found)
     assert parts_of(request.output()) == parts_of(expected)
 
 
-def test_the_processors_of_a_user_see_no_guess(small_llm, always):
+def test_the_processors_of_a_user_see_no_guess(tiny_llm, always):
     """They can keep a state."""
     calls = []
 
@@ -444,9 +434,9 @@ def test_the_processors_of_a_user_see_no_guess(small_llm, always):
 
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True,
                             logits_processors=[processor])
-    speculate(small_llm, lambda seq: [1, 2, 3])
-    small_llm.generate([[5, 6, 7]], params, use_tqdm=False)
-    assert len(calls) == 9 and small_llm.metrics()["guessed_tokens"] == 0
+    speculate(tiny_llm, lambda seq: [1, 2, 3])
+    tiny_llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert len(calls) == 9 and tiny_llm.metrics()["guessed_tokens"] == 0
 
 
 class Favour(Feature):
@@ -533,12 +523,12 @@ MACHINES = {"waits for memory": lambda count: 1 + 0.02 * count,
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("num_seqs", [1, 4])
-def test_it_guesses_where_it_pays(small_llm, machine, num_seqs):
+def test_it_guesses_where_it_pays(tiny_llm, machine, num_seqs):
     prompts = random_prompts([5 + number for number in range(num_seqs)])
-    plain = seconds_of(small_llm, lambda seq: [], MACHINES[machine], prompts)
+    plain = seconds_of(tiny_llm, lambda seq: [], MACHINES[machine], prompts)
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
     known = {tuple(each.prompt_token_ids): each.outputs[0].token_ids
-             for each in small_llm.generate(prompts, params, use_tqdm=False)}
+             for each in tiny_llm.generate(prompts, params, use_tqdm=False)}
     rng = random.Random(0)
 
     def ratio(share: float) -> float:
@@ -547,7 +537,7 @@ def test_it_guesses_where_it_pays(small_llm, machine, num_seqs):
             tokens = known[tuple(seq.token_ids[:num_prompt])][seq.num_tokens - num_prompt:]
             return [token if rng.random() < share else 319 - token for token in tokens]
 
-        return plain / seconds_of(small_llm, policy, MACHINES[machine], prompts)
+        return plain / seconds_of(tiny_llm, policy, MACHINES[machine], prompts)
 
     ratios = [ratio(share) for share in (0, 0.5, 0.8, 1)]
     # where a guess costs as much as it brings, an unlucky one costs more
@@ -568,29 +558,29 @@ class TwoKinds:
         return [self.tokens[place] if self.kind == "right" else 319 - self.tokens[place]]
 
 
-def test_odds_are_learnt_for_each_kind(small_llm):
+def test_odds_are_learnt_for_each_kind(tiny_llm):
     (prompt,) = random_prompts([6])
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    speculate(small_llm, "none")
-    (expected,) = small_llm.generate([prompt], params, use_tqdm=False)
+    speculate(tiny_llm, "none")
+    (expected,) = tiny_llm.generate([prompt], params, use_tqdm=False)
     policy = TwoKinds(expected.outputs[0].token_ids, len(prompt))
-    check_same(small_llm, policy, [prompt], params, itertools.count().__next__)
-    metrics, odds = small_llm.metrics(), small_llm.engine.all_odds
+    check_same(tiny_llm, policy, [prompt], params, itertools.count().__next__)
+    metrics, odds = tiny_llm.metrics(), tiny_llm.engine.all_odds
     assert odds["right"] > 0.9 > 0.1 > odds["wrong"], odds
     num_wrong = metrics["guessed_tokens"] - metrics["right_guesses"]
     assert metrics["right_guesses"] > 60 and num_wrong < 10, metrics
 
     # a new sequence begins with the odds of those before it
-    small_llm.generate([prompt], params, use_tqdm=False)
-    again = small_llm.metrics()
+    tiny_llm.generate([prompt], params, use_tqdm=False)
+    again = tiny_llm.metrics()
     assert again["right_guesses"] - metrics["right_guesses"] > 60, again
     assert again["guessed_tokens"] - again["right_guesses"] - num_wrong < 3, again
 
 
 @pytest.mark.parametrize("kind", [["a list"], None, 7, object()])
-def test_a_kind_can_be_any_object(small_llm, kind):
+def test_a_kind_can_be_any_object(tiny_llm, kind):
     policy = type("Policy", (), {"kind": kind, "__call__": lambda policy, seq: [1, 2]})()
-    check_same(small_llm, policy, [[5, 6, 7]], FREE)
+    check_same(tiny_llm, policy, [[5, 6, 7]], FREE)
 
 
 # ------------------------------------------------------------------------ what is guessed
@@ -631,16 +621,16 @@ def test_prompt_lookup_also_looks_in_other_texts_and_forgets_the_oldest():
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"presence_penalty": 0.5}])
-def test_nothing_keeps_an_ended_sequence(small_llm, more):
+def test_nothing_keeps_an_ended_sequence(tiny_llm, more):
     def num_alive() -> int:
         gc.collect()
         return sum(isinstance(each, Sequence) for each in gc.get_objects())
 
-    speculate(small_llm, "prompt-lookup", itertools.count().__next__)
+    speculate(tiny_llm, "prompt-lookup", itertools.count().__next__)
     before = num_alive()
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **more)
-    small_llm.generate([[7, 8, 9] * 5] * 9, params, use_tqdm=False)
-    assert small_llm.metrics()["guessed_tokens"] and num_alive() <= before
+    tiny_llm.generate([[7, 8, 9] * 5] * 9, params, use_tqdm=False)
+    assert tiny_llm.metrics()["guessed_tokens"] and num_alive() <= before
 
 
 def test_real_texts(tmp_path):
