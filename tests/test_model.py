@@ -248,8 +248,8 @@ def test_angles_are_those_of_transformers_and_the_config_is_left_alone(family, r
     torch.testing.assert_close(table.repeat(1, 1, 2), expected, atol=2e-5, rtol=0)
 
 
-def test_an_engine_leaves_the_configs_alone(tiny):
-    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8) as llm:
+def test_an_engine_leaves_the_configs_alone(make_llm, tiny):
+    with make_llm(num_kv_blocks=8) as llm:
         before = copy.deepcopy(llm.config)
         llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
         assert llm.model_config.to_dict() == load_config(Path(tiny)).to_dict()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import check_refused, random_prompts
 
-from nanoengine import LLM, SamplingParams
+from nanoengine import SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.loader import context_length, load_config
@@ -144,9 +144,9 @@ def test_a_decode_step_is_filled_up_to_a_bucket():
         assert prepared(runner, make_batch(*other)).block_tables.shape == (1, 3)
 
 
-def test_a_new_cache_drops_the_graphs_of_the_one_before(tiny):
+def test_a_new_cache_drops_the_graphs_of_the_one_before(make_llm):
     """They would write to memory that is free, and would keep their own."""
-    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8) as llm:
+    with make_llm(num_kv_blocks=8) as llm:
         runner = llm.engine.runner
         captured = runner.graphs.captured
         captured["shape"] = "graph"
@@ -155,13 +155,13 @@ def test_a_new_cache_drops_the_graphs_of_the_one_before(tiny):
         assert len(runner.blocks) == 5
 
 
-def test_the_size_of_the_cache(tiny, monkeypatch):
+def test_the_size_of_the_cache(make_llm, tiny, monkeypatch):
     free_blocks = 256
     monkeypatch.setattr(ModelRunner, "measure_free_bytes",
                         lambda runner, longest: int((free_blocks + 0.5) * runner.block_bytes))
 
     def size(**options):
-        with LLM(tiny, dtype="float32", block_size=16, **options) as llm:
+        with make_llm(**options) as llm:
             return llm.engine.runner.num_kv_blocks, llm.engine.runner.max_model_len
 
     limit = context_length(load_config(Path(tiny)))
@@ -177,14 +177,14 @@ def test_the_size_of_the_cache(tiny, monkeypatch):
     check_refused(r"2 to 0 \(0 blocks", size)
 
 
-def test_logits_are_made_for_no_more_rows_than_were_measured(tiny):
+def test_logits_are_made_for_no_more_rows_than_were_measured(make_llm):
     """However many completions and scored tokens a step has."""
     params = [SamplingParams(n=1 + 5 * (i % 2), seed=i, max_tokens=4, logprobs=i, top_p=1 - i / 9,
                              prompt_logprobs=i or None) for i in range(4)]
     prompts = random_prompts([30, 9, 12, 40])
     found, sizes = [], []
     for max_num_seqs in (64, 3):
-        with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=max_num_seqs) as llm:
+        with make_llm(max_num_seqs=max_num_seqs) as llm:
             sizes.clear()
             llm.engine.runner.model.lm_head.register_forward_hook(
                 lambda module, inputs, logits: sizes.append(len(logits)))

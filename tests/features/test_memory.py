@@ -18,13 +18,13 @@ from nanoengine_extras.running import free_memory
 from nanoengine_extras.running.memory import AllWritten, largest_batch
 
 
-def test_the_free_memory_of_a_cpu(tiny, monkeypatch):
+def test_the_free_memory_of_a_cpu(make_llm, monkeypatch):
     memory = SimpleNamespace(available=2**22, total=2**24)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    with LLM(tiny, dtype="float32", block_size=16) as llm:
+    with make_llm() as llm:
         runner = llm.engine.runner
         assert runner.num_kv_blocks == 2**20 // runner.block_bytes, "a quarter"
-    with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=2, max_model_len=33) as llm:
+    with make_llm(max_num_seqs=2, max_model_len=33) as llm:
         assert llm.engine.runner.num_kv_blocks == 6, "what two sequences of three blocks can use"
 
 
@@ -49,7 +49,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     assert {row.seq.params.logprobs for row in batch.sampled} == {20}
 
 
-def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypatch):
+def test_the_largest_step_is_tried_before_the_cache_has_its_size(make_llm, monkeypatch):
     """As on a GPU: what is left beside it is measured."""
     def measure_free_bytes(runner, max_model_len):
         runner.allocate(0, max_model_len)
@@ -59,15 +59,15 @@ def test_the_largest_step_is_tried_before_the_cache_has_its_size(tiny, monkeypat
         return 9 * runner.block_bytes + 1
 
     monkeypatch.setattr(ModelRunner, "measure_free_bytes", measure_free_bytes)
-    with LLM(tiny, dtype="float32", block_size=16, max_num_seqs=4) as llm:
+    with make_llm(max_num_seqs=4) as llm:
         assert llm.engine.runner.num_kv_blocks == 9
 
 
-def test_all_of_the_cache_is_written_at_the_start(tiny):
+def test_all_of_the_cache_is_written_at_the_start(make_llm):
     """An operation on its memory raises the number of its version."""
     versions = []
     for own in ([], [AllWritten()]):
-        with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8, features=own) as llm:
+        with make_llm(num_kv_blocks=8, features=own) as llm:
             versions.append(llm.engine.runner.blocks._version)
             assert not llm.engine.runner.blocks.any()
     assert versions[1] == versions[0] + 1

@@ -429,8 +429,8 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.needs("running.memory")
-def test_a_model_without_a_tokenizer_takes_token_ids(tiny):
-    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=16) as llm:
+def test_a_model_without_a_tokenizer_takes_token_ids(make_llm, tiny):
+    with make_llm(num_kv_blocks=16) as llm:
         server = module.Server(llm, Namespace(max_waiting=8, tool_call_parser=None))
         body = module.openai.Body("/v1/completions")
         server.read(body, b'{"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": true}')

@@ -389,12 +389,12 @@ def test_a_forced_text_that_is_never_right_gives_way_to_the_policy(bundled, monk
     # a special token within, and a text after which llguidance cannot go on
     'start: "the " <|endoftext|> "fox" " crow"',
     'start: "x and the fox" (' + " | ".join(f'"{i}a" "{i}b"' for i in range(2500)) + ")"])
-def test_a_look_at_the_forced_text_changes_nothing(tiny, bundled, always, monkeypatch, grammar,
+def test_a_look_at_the_forced_text_changes_nothing(make_llm, bundled, always, monkeypatch, grammar,
                                                    policy):
     limits = LLParserLimits(max_items_in_row=2000, verbose_errors=False)
     monkeypatch.setattr("nanoengine_extras.sampling.structured_outputs.grammar.LIMITS", limits)
     params = SamplingParams(structured_outputs={"grammar": grammar}, max_tokens=40, temperature=0)
-    with LLM(tiny, tokenizer=bundled, dtype="float32", block_size=16, num_kv_blocks=24) as llm:
+    with make_llm(tokenizer=bundled, num_kv_blocks=24) as llm:
         check_same(llm, policy, [[5, 6, 7]], params)
         (found,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert found.outputs[0].text in ("the fox crow", "x and the fox")
@@ -459,8 +459,8 @@ class Shared(Favour):
 
 @pytest.mark.parametrize("feature, is_guessed", [(Favour, False), (Shared, True)])
 def test_a_feature_that_shares_nothing_with_a_copy_sees_no_guess(
-        tiny, always, feature, is_guessed):
-    with LLM(tiny, dtype="float32", block_size=16, num_kv_blocks=8, features=[feature()],
+        make_llm, always, feature, is_guessed):
+    with make_llm(num_kv_blocks=8, features=[feature()],
              speculation=lambda seq: [7 + (seq.num_tokens + i) % 3 for i in range(3)]) as llm:
         output, = llm.generate([[5, 6, 7]], FREE, use_tqdm=False)
         assert output.outputs[0].token_ids == [7, 8, 9] * 13 + [7]
