@@ -529,8 +529,7 @@ def test_on_a_gpu(make_quantized, tiny, name, options):
 
 
 def rows_to_compare() -> list:
-    return [(1, 2, 3, 5, 7, 40),
-            slow((*range(1, 41), 64, 100, 512))]
+    return [(1, 2, 3, 5, 7, 40), slow((*range(1, 41), 64, 100, 512))]
 
 
 @pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])

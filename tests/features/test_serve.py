@@ -429,7 +429,7 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.needs("running.memory")
-def test_a_model_without_a_tokenizer_takes_token_ids(make_llm, tiny):
+def test_a_model_without_a_tokenizer_takes_token_ids(make_llm):
     with make_llm(num_kv_blocks=16) as llm:
         server = module.Server(llm, Namespace(max_waiting=8, tool_call_parser=None))
         body = module.openai.Body("/v1/completions")
