@@ -28,12 +28,11 @@ from torch import Tensor
 MOST_ROWS = 8
 MOST_BYTES = 2**28
 
-# how many columns of the weights' product a program computes, by the number of rows as a power of
-# 2: with 4 columns, 8 rows would spill registers
-COLUMNS_OF = {1: 4, 2: 4, 4: 4, 8: 2}
-# A program reads so many numbers of a row at once, 16 bytes for each of its 4 * 32 threads. This is
-# the same for all numbers of rows: so a row's sums have the same order and bits, whatever
-# other rows there are.
+# A program computes so many columns of the product; with more, 8 rows would spill registers.
+COLUMNS = 4
+# It reads so many numbers of a row at once, 16 bytes for each of its 4 * 32 threads. This is the
+# same for all numbers of rows: so a row's sums have the same order and bits, whatever other rows
+# there are.
 BLOCK = 1024
 WARPS = 4
 
@@ -126,9 +125,9 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
     columns = len(weight) // parts
     total = x if delta is None else torch.empty_like(x)
     out = x.new_empty(*x.shape[:-1], columns)
-    few_rows_kernel[(triton.cdiv(len(weight), COLUMNS_OF[rows]),)](
+    few_rows_kernel[(triton.cdiv(len(weight), COLUMNS),)](
         x, None if delta is None else delta.contiguous(), norm, total, weight.contiguous(), bias,
-        out, num_rows, size, columns, eps, parts, rows, COLUMNS_OF[rows], BLOCK, num_warps=WARPS,
+        out, num_rows, size, columns, eps, parts, rows, COLUMNS, BLOCK, num_warps=WARPS,
         enable_fp_fusion=True)
     return total, out
 

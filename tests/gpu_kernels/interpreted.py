@@ -204,7 +204,7 @@ def check_few_rows(**inputs) -> None:
 def test_few_rows_of_qwen3_06b(rows, size, columns, parts, monkeypatch):
     if DEVICE == "cpu":
         # fewer and larger programs, which the interpreter runs one by one
-        monkeypatch.setattr(few_rows, "COLUMNS_OF", dict.fromkeys([1, 2, 4, 8], 128))
+        monkeypatch.setattr(few_rows, "COLUMNS", 128)
     check_few_rows(**linear_inputs(rows, size, columns, parts, torch.bfloat16))
 
 
