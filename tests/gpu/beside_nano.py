@@ -1,7 +1,7 @@
 """nano-vllm's own benchmark, by nano-vllm and by nanoengine, on the same weights and one card.
 
     python3 tests/gpu/beside_nano.py make                  # random weights of Qwen3-0.6B's shape
-    python3 tests/gpu/beside_nano.py ours [--repeat 2] [--run-ahead 0] [--backend triton] …
+    python3 tests/gpu/beside_nano.py ours [--repeat 2] [--run-ahead 0] [--ordered 0] …
     python3 tests/gpu/beside_nano.py nano [--repeat 2]
 
 It finds nano-vllm (github.com/GeeeekExplorer/nano-vllm) in the folder .nano of the repository.
@@ -69,7 +69,13 @@ def warm_up(number: int) -> tuple[list[list[int]], list[int]]:
 
 
 def run_ours(args) -> None:
-    from nanoengine import LLM, SamplingParams
+    from nanoengine import LLM, SamplingParams, cuda_graphs
+    if not args.ordered:
+        # as they were before the longest ones came first
+        vars(cuda_graphs)["sorted"] = lambda places, **_: [*places]
+    if not args.few_rows:
+        from nanoengine_extras.gpu import few_rows
+        few_rows.MOST_ROWS = 0
     backend = "auto" if DRY else args.backend
     options = dict(enforce_eager=bool(args.eager), attention_backend=backend,
                    model_impl=args.model_impl)
@@ -145,6 +151,8 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=4096, help="of ours")
     parser.add_argument("--run-ahead", type=int)
     parser.add_argument("--eager", type=int, default=0)
+    parser.add_argument("--ordered", type=int, default=1, help="0: long decodes in any place")
+    parser.add_argument("--few-rows", type=int, default=1, help="0: products by cuBLAS alone")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--model-impl", default="auto")
     parser.add_argument("--top-k", type=int, default=0)

@@ -73,7 +73,8 @@ def test_what_fails_hangs_or_has_no_time_hides_nothing(tmp_path):
 
 def test_the_calls_fit_their_time():
     """Limits are what a hang would take; a start of the machine takes up to two minutes more."""
-    assert day.SECONDS == {"call1": 235, "call2": 300}
+    assert day.SECONDS == {"call1": 235, "call2": 560}
     needed = sum(max(step.limit for step in phase) for phase in day.CALL1)
     assert needed + 6 <= day.SECONDS["call1"]
-    assert 2 * 120 + 245 + 310 < 900
+    # all but nano-vllm's steps, if none hangs, in about half of their limits
+    assert 2 * 120 + 245 + 570 < 1800
