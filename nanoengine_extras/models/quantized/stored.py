@@ -94,11 +94,12 @@ class Index:
     def slice_of(self, name: str) -> Any:
         return safe_open(self.files[name], framework="pt").get_slice(name)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, is_copied: bool = False) -> Tensor:
         """Returns a tensor that can lie in the mapped file: it needs a copy to outlive the file."""
         # the caller can have another default device
         with torch.device("cpu"):
-            return self.slice_of(name)[...]
+            found = self.slice_of(name)[...]
+        return found.clone() if is_copied else found
 
     def find(self, name: str, kinds: Kinds, shapes: Shapes) -> Tensor | None:
         """Returns a tensor as `part` does, or None if it is not there."""
@@ -156,25 +157,13 @@ def without_ones(shape: Sequence[int]) -> list[int]:
 def open_file(form: Callable[[Index, str, Stored], Found], index: Index, file: Path) -> Opened:
     """Returns the tensors of a file, with weights in place of their parts."""
     opened = Opened()
-    for name, tensor in plain(file).items():
-        opened |= form(index, name, tensor)
-    return opened
-
-
-def plain(file: Path) -> Opened:
-    """Returns the tensors of a file of safetensors as they are."""
-    index = Index([file])
     # opened once: a header has thousands of entries
-    slices = safe_open(file, framework="pt")
-    opened = Opened()
-    for name in index.files:
-        each = slices.get_slice(name)
-        opened[name] = Stored(each.get_dtype(), each.get_shape(), partial(copied, index, name))
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():
+            each = tensors.get_slice(name)
+            load = partial(index.read, name, is_copied=True)
+            opened |= form(index, name, Stored(each.get_dtype(), each.get_shape(), load))
     return opened
-
-
-def copied(index: Index, name: str) -> Tensor:
-    return index.read(name).clone()
 
 
 def rounded(bits: int, index: Index, name: str, tensor: Stored) -> Found:
