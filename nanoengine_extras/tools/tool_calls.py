@@ -136,16 +136,6 @@ def first_call(text: str, is_whole: bool) -> tuple[dict[str, str] | None, str]:
     return next((found for found in calls if found[0]), (None, text))
 
 
-def parsed(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]]]:
-    """Returns a text without its calls, and the calls.
-
-    Both only grow with the text: what can still become a call, or a space before one, is left out
-    until the text is whole.
-    """
-    content, calls, _ = split(text, is_whole)
-    return content if is_whole and not calls else content.rstrip(), calls
-
-
 def split(text: str, is_whole: bool) -> tuple[str, list[dict[str, str]], str]:
     """Returns a text without its calls, the calls, and the rest, which can still become a call. If
     the text is whole, there is no rest."""

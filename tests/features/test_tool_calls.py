@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from nanoengine import LLM
 from nanoengine_extras.tools.openai_format import CHAT, Body
 from nanoengine_extras.tools import tool_calls
-from nanoengine_extras.tools.tool_calls import ToolCalls, check, parsed, read
+from nanoengine_extras.tools.tool_calls import ToolCalls, check, read
 
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 OSLO = {"name": "weather", "arguments": '{"city": "Oslo"}'}
@@ -67,7 +67,7 @@ def streamed(pieces: list[str], reason: str | None = "stop") -> tuple[str, list[
 @pytest.mark.parametrize("text, content, calls", [*CALLS, *((text, text, []) for text in NO_CALLS)])
 def test_calls(text, content, calls):
     """What is no call stays text."""
-    assert parsed(text, True) == streamed([text]) == (content, calls)
+    assert streamed([text]) == (content, calls)
 
 
 TEXTS = [text for text in NO_CALLS if 0 < len(text) < 1000] + [text for text, *_ in CALLS]
@@ -84,10 +84,10 @@ def test_both_only_grow(text):
     """The calls in the beginning of a text stay calls of the whole."""
     content, calls = "", []
     for size in range(len(text)):
-        more, found = parsed(text[:size], False)
+        more, found = streamed([text[:size]], None)
         assert more.startswith(content) and found[:len(calls)] == calls
         content, calls = more, found
-    whole, found = parsed(text, True)
+    whole, found = streamed([text])
     assert whole.startswith(content) and found[:len(calls)] == calls
 
 
