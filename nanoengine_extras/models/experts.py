@@ -167,25 +167,16 @@ def matrices_of(module: Any, name: str) -> Tensor:
 # ---------------------------------------------------------------------------- recognition
 
 
-def are_known(module: Any) -> bool:
-    """Whether `Experts` computes what a module with the experts of a layer computes.
-
-    gate_up_proj: (experts, 2 * intermediate_size, hidden_size)
-    down_proj: (experts, hidden_size, intermediate_size)
-    both can be transposed, and have biases: (experts, outputs)
-    """
-    return kind_of(module) is not None
-
-
-def are_gated(module: Any) -> bool:
-    """Whether its experts are gated MLPs, with SiLU."""
-    return kind_of(module) is GatedMLP
-
-
 def kind_of(module: Any) -> Any:
-    """Returns the function that makes an expert of its two linears: a gated MLP, or one with the
+    """Returns the function that makes an expert of its two linears: `GatedMLP`, or one with the
     activation of the module. Returns None if neither computes what the module computes: with two
-    small experts, for small and large rows."""
+    small experts, for small and large rows.
+
+    module: the experts of a layer, with two parameters:
+        gate_up_proj: (experts, 2 * intermediate_size, hidden_size)
+        down_proj: (experts, hidden_size, intermediate_size)
+        both can be transposed, and have biases: (experts, outputs)
+    """
     names = [*module._parameters]
     if {*names} not in ({*NAMES}, {*NAMES, *BIASES}) or module._modules.keys() - {"act_fn"}:
         return None

@@ -50,7 +50,7 @@ def test_known_experts(name, changes):
     """Those of gpt_oss have biases, transposed matrices and an activation of their own."""
     module = make(name, **{key: value for key, value in changes.items() if key != "act_fn"})
     module.act_fn = changes.get("act_fn", getattr(module, "act_fn", None))
-    assert experts.are_known(module)
+    assert experts.kind_of(module)
     x, which, weights = inputs(9)
     found = experts.build(module)
     assert (found.act is None) == (name != "gpt_oss" and not changes)
@@ -62,7 +62,7 @@ def test_others_stay():
     module = make("mixtral")
     forward = module.forward
     module.forward = lambda *given: forward(*given) + 1e-3
-    assert not experts.are_known(module)
+    assert not experts.kind_of(module)
 
 
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

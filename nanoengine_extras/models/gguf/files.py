@@ -6,9 +6,11 @@ header.py knows what a file says about its model, numbers.py the types of matric
 tokenizers.py the tokenizer.
 """
 
+import atexit
 import json
 import re
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from nanoengine.config import EngineConfig
+from nanoengine.errors import naming
 from nanoengine_extras.models.gguf import numbers, tokenizers
 from nanoengine_extras.models.gguf.header import FLOATS, GRIDS, Header
 from nanoengine_extras.models.quantized.formulas import Grouped
@@ -26,6 +30,49 @@ from nanoengine_extras.models.quantized.stored import Opened, Stored
 
 # the file with the places of all tensors, in the folder that `write_folder` fills
 TABLE = "tensors.json"
+
+
+def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
+    """Returns a folder like that of any model, with an index of GGUF files. It is deleted when
+    Python ends.
+
+    path: a GGUF file, or a folder with one, which can also have config.json and a tokenizer.
+    name: "model" or "tokenizer", the argument.
+
+    Raises ValueError for a path without a model, and for a model that cannot be run.
+    """
+    with naming(f"{name}={str(path)!r}"):
+        beside = path if path.is_dir() else None
+        # made by this function before
+        if beside and not [*path.glob("*.[gG][gG][uU][fF]")]:
+            return path
+        # made by this function, or completed by the user
+        has_config = beside and (beside / "config.json").is_file()
+        if name == "tokenizer" and (has_config or [*path.glob("tokenizer*")]):
+            return path
+        files = parts_of(only_file(path))
+        if lacking := [str(file) for file in files if not file.is_file()]:
+            raise ValueError(f"there is no file {lacking[0]}: it must be a GGUF file")
+        # messages about its files name the model, too
+        folder = Path(tempfile.mkdtemp(prefix="nanoengine-", suffix=f"-{path.name}"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        is_needed = not config.skip_tokenizer_init and config.tokenizer is None
+        write_folder(files, beside, folder, is_needed or name == "tokenizer")
+    return folder
+
+
+def only_file(path: Path) -> Path:
+    """Returns the GGUF file that a path stands for. Raises ValueError if there are several."""
+    if not path.is_dir():
+        return path
+    # the first file stands for a model in several files, the text part for a model with images
+    files = [file for file in sorted(path.glob("*.[gG][gG][uU][fF]"))
+             if not re.search(r"-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
+    files = [file for file in files if "mmproj" not in file.name.lower()] or files
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"it has several models: it must be the path of one of {names}")
+    return files[0]
 
 
 def parts_of(file: Path) -> list[Path]:

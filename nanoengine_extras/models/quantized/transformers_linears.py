@@ -33,7 +33,7 @@ from nanoengine_extras.models.quantized.origins import Origin
 from nanoengine_extras.models.quantized.stored import Opened, Stored
 from nanoengine_extras.models.quantized.transformers_files import (
     check_parts, from_tensors, in_order)
-from nanoengine_extras.models.transformers_models.modules import Others, exchange
+from nanoengine_extras.models.transformers_models.modules import GatedMLP, Others, exchange
 
 # parameters: a module, and a name in it
 Places = list[tuple[Any, str]]
@@ -65,9 +65,9 @@ def load_packed(tensors: Opened, kind: Any, folder: object, config: Any, dtype: 
         others: Others = {}
         known = {tensor for tensor, own in places.items() if fill(own, tensor, dtype, others)}
         for module in experts:
-            jobs, are_gated = parts_of(module), extension("models.experts").are_gated(module)
-            linears = in_threads(
-                partial(linear_of, SharedPages(), dtype, are_gated), jobs)
+            jobs = parts_of(module)
+            are_gated = extension("models.experts").kind_of(module) is GatedMLP
+            linears = in_threads(partial(linear_of, SharedPages(), dtype, are_gated), jobs)
             known.update(each for parts, made in zip(jobs, linears)
                          if isinstance(made, QuantizedLinear)
                          for each in parts)
@@ -119,7 +119,7 @@ def experts_of(model: nn.Module) -> list[Any]:
     """Returns the modules whose experts consist of matrices of the files."""
     if not is_installed("models.experts"):
         return []
-    return [module for module in model.modules() if extension("models.experts").are_known(module)
+    return [module for module in model.modules() if extension("models.experts").kind_of(module)
             and all(isinstance(each, Origin) and each.parts for each in module.parameters())]
 
 

@@ -203,7 +203,7 @@ def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others, longest: 
     """Adds the replacements of modules."""
     if is_installed("models.experts") and runner.kernels.empty_cache:
         experts = extension("models.experts")
-        others |= {each: experts.build(each) for each in inputs if experts.are_known(each)}
+        others |= {each: experts.build(each) for each in inputs if experts.kind_of(each)}
     own = extension("models.own_layers") if is_installed("models.own_layers") else None
     if own:
         others |= own.own_attentions(inputs, [*model.calls], longest, runner.dtype)
