@@ -56,9 +56,6 @@ NO_WEIGHTS: tuple[Row, ...] = (
 
 # -------------------------------------------------------------------------------- config.json
 
-# methods of quantization
-READ = ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt",
-        "auto-round", "mxfp4", "gguf", "mlx", "metal")
 # the ends of names that only tensors of quantized weights have
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".absmax", ".SCB")
 # where some tools store how a model is quantized: files, and an entry of config.json
@@ -67,18 +64,6 @@ OLD = {"quantize_config.json", "quant_config.json", "compression_config", "quant
 Config = dict[str, Any]
 # a test of the config, the problem if it holds, and what the model must be
 Kind = tuple[Callable[[Config], Any], str, str]
-
-
-def quantization(config: Config) -> str:
-    """Returns the method by which a model is quantized, such as "hqq"; "" if there is none, or if
-    the extension `quantized` knows it."""
-    names = ("quantization_config", "compression_config")
-    found: Any = next((config[name] for name in names if config.get(name)), "")
-    if not isinstance(found, dict):
-        return str(found)
-    # MLX does not name itself
-    method = str(found.get("quant_method", "mlx" if "bits" in found else found))
-    return "" if method in READ else method
 
 
 def listed(families: Iterable[str]) -> str:
@@ -106,10 +91,6 @@ def uncomputed(config: Config) -> str:
                  if value is not None and value not in SUPPORTED[name]), "")
 
 
-UNREAD = (
-    "is quantized (quantization_config: {unread}), which is not read",
-    "the model that was quantized, in bfloat16, float16 or float32 (quantization='int8' rounds it "
-    "when it is loaded), or its version in GGUF, AWQ or GPTQ")
 ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
@@ -128,13 +109,12 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
     (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True),
      "has a sliding_window of {sliding_window} tokens", "a model with at least 2"),
-    # for a quantization_config, the extension `quantized` says what it reads
-    (lambda c: c["unread"] and not c.get("quantization_config"), *UNREAD), ELSEWHERE,
+    ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "a {families} model, or loaded with model_impl='transformers'"))
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
-    (lambda c: c["unread"], *UNREAD), ELSEWHERE,
+    ELSEWHERE,
     (lambda c: c["model_impl"] != "transformers" and c["uncomputed"],
      "has {uncomputed}, which the engine itself does not compute",
      "run with model_impl='transformers'"),
@@ -204,7 +184,7 @@ def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
     known = config | {"architecture": first, "names": names, "families": listed(ARCHITECTURES),
                       "model_impl": model_impl, "uncomputed": uncomputed(config),
-                      "architectures": architectures, "unread": quantization(config),
+                      "architectures": architectures,
                       "usual": USUAL.get(str(config.get("model_type")), "LlamaForCausalLM")}
     kinds = OWN if first in ARCHITECTURES else OTHERS
     for _, what, instead in [kind for kind in kinds if kind[0](known)]:

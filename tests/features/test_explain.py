@@ -87,9 +87,6 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
     (dict(architectures=["ChatGLMModel"], auto_map=dict(AutoConfig="a.B")), "its own code"),
     (dict(model_type="qwen2"), "names no architectures .* must be completed there, for example "
      r'with "architectures": \["Qwen2ForCausalLM"\]$'),
-    *[(dict(architectures=["LlamaForCausalLM"], quantization_config=dict(quant_method=method)),
-       f"quantization_config: {method}.*must be the model that was quantized")
-      for method in ("quanto", "hqq")],
     (dict(architectures=["LlamaForCausalLM"], quantization=dict(group_size=64, bits=4)),
      'in a place that is not read .*"gptq", "awq" or "mlx"'),
     (dict(architectures=["Olmo2ForCausalLM"], quantization=dict(group_size=64, bits=4)),
