@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from nanoengine import loader
@@ -36,7 +37,9 @@ def find_model(model: str | Path, config: EngineConfig, name: str) -> Path:
         part("check_names", None, lambda folder: None)(folder)
         files = [folder, *(weight_files(folder) or folder.glob("*"))]
     if any(file.suffix.lower() == ".gguf" for file in files):
-        return extension("models.quantized", asked).as_folder(folder, config, name)
+        with naming(f"{asked} needs nanoengine_extras/models/gguf and the package gguf"):
+            from nanoengine_extras.models.gguf import files as gguf_files
+        return gguf_files.as_folder(folder, config, name)
     if is_folder:
         return folder
     hub = extension("models.hub", f"{asked}, which is not a folder,")
@@ -70,9 +73,13 @@ def any_loader(runner: ModelRunner, load: Callable) -> Callable:
         # the second place is where ModelOpt wrote it in 2024
         if runner.config.quantization or found or (folder / "hf_quant_config.json").is_file():
             options |= extension("models.quantized", "its quantization").slots(runner, folder)
+        finish = options.pop("finish", lambda model: model)
         if model_config.model_type not in FAMILIES:
             return extension("models.transformers_models").load(runner, folder, **options)
-        return load(folder, *arguments, **options)
+        model = load(folder, *arguments, **options)
+        # the caller can have another default device
+        with torch.device("cpu"):
+            return finish(model)
 
     return load_any
 

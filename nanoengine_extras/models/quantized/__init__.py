@@ -59,17 +59,10 @@ CONDITIONS: list[Condition] = [
      "another one with quantization={quantization!r}, since random weights are not quantized")]
 
 
-def as_folder(path: Path, config: EngineConfig, name: str) -> Path:
-    """Returns a folder like that of any model for a GGUF file: see models/gguf."""
-    with naming(f"{name}={str(path)!r} needs nanoengine_extras/models/gguf and the package gguf"):
-        from nanoengine_extras.models.gguf import files
-    return files.as_folder(path, config, name)
-
-
 def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     """Returns arguments for `loader.load_model`: one that takes the place of `safe_open` for a
-    model's files, and if weights stay packed, two that allocate and fill packed weights. For a
-    model that transformers computes, arguments of `transformers_models.load`.
+    model's files, and if weights stay packed, two that leave these out, and "finish", which packs
+    them. For a model that transformers computes, arguments of `transformers_models.load`.
 
     Raises ValueError for a model that cannot be read, or is not quantized as `quantization` says.
     """
@@ -113,12 +106,13 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     if not is_own:
         from nanoengine_extras.models.quantized.transformers_linears import load_packed
         return {"read": partial(load_packed, tensors), "is_packed": True}
-    from nanoengine_extras.models.quantized.loading import Loading
-    if model_config.tie_word_embeddings and share(opened):
+    from nanoengine_extras.models.quantized import loading
+    if model_config.tie_word_embeddings:
+        share(opened)
         # so the loader finds both
         model_config.tie_word_embeddings = False
-    loading = Loading(runner.dtype)
-    return found | {"place": loading.place, "read": loading.read}
+    finish = partial(loading.pack_weights, transformers_files.tensors_of(opened), runner.dtype)
+    return found | {"place": loading.place, "read": loading.read, "finish": finish}
 
 
 def method_of(config: EngineConfig, entries: dict[str, Any], folder: Path) -> str:
@@ -160,14 +154,12 @@ def drop_empty_biases(opened: Iterable[Opened], config: Any) -> None:
                 del tensors[name]
 
 
-def share(opened: dict[Path, Opened]) -> bool:
-    """Gives one matrix the names of both the head and the embedding, if the files have no other.
-    Returns whether they have only one."""
+def share(opened: dict[Path, Opened]) -> None:
+    """Gives one matrix the names of both the head and the embedding, if the files have no other."""
     found = [(tensors, name) for tensors in opened.values() for name in tensors
              if name.removeprefix("model.") in (HEAD, EMBEDDING)]
     for tensors, name in found if len(found) == 1 else ():
         tensors[HEAD] = tensors[EMBEDDING] = tensors.pop(name)
-    return len(found) == 1
 
 
 def choose_opener(method: str, entries: dict[str, Any],

@@ -1,12 +1,12 @@
 """Loads quantized weights into the engine's decoder, where their numbers stay packed.
 
-`Loading.place` leaves the weights of linears and of the embedding without memory. Each tensor of a
-file is packed when it is read, so that at most one matrix exists in the model's dtype. When all
-parts of a weight are there, its module is replaced by one with packed numbers.
+`place` leaves the weights of linears and of the embedding without memory, and `read` only compares
+their shapes. At last, `pack_weights` reads and packs them one by one, so that at most one matrix
+exists in the model's dtype, and replaces their modules by ones with packed numbers.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from nanoengine_extras.cpu.memory import in_huge_pages
 from nanoengine_extras.cpu.modules import GatedMLP, PackedLinear, kind_of
 from nanoengine_extras.cpu.packed import PackedWeight, QuantizedEmbedding
 from nanoengine_extras.models.quantized.formulas import Grouped
-from nanoengine_extras.models.quantized.stored import Stored
+from nanoengine_extras.models.quantized.stored import Opened, Stored
 
 # a matrix of a file: packed, or in the model's dtype
 Part = PackedWeight | Tensor
@@ -68,74 +68,49 @@ def one_matrix(parts: list[Any]) -> nn.Parameter:
     return nn.Parameter(whole, requires_grad=False)
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Returns a key that a parameter shares with its views, even if they have no `_base`."""
-    return tensor.untyped_storage()._cdata
+# ------------------------------------------------------------------------- the engine's decoder
 
 
-class Place(NamedTuple):
-    """Where a module is in the model. halves: 2 for gates and ups of an MLP with a kernel.
-
-    parts: of its weight, as far as they are loaded, by their first number in it
-    """
-
-    parent: nn.Module
-    name: str
-    halves: int
-    parts: dict[int, Part]
+def can_be_packed(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or kind_of(module) is PackedLinear
 
 
-class Loading:
-    """Packs the weights of one model while they are read."""
+def place(model: nn.Module, device: str) -> None:
+    """Allocates memory for all weights but those that can be packed."""
+    for module in model.modules():
+        if not can_be_packed(module):
+            module.to_empty(device=device, recurse=False)
+        elif getattr(module, "bias", None) is not None:
+            empty = torch.empty_like(module.bias, device=device)  # type: ignore[arg-type]
+            module.bias = nn.Parameter(empty, requires_grad=False)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        # the last tensor: the head and the embedding can have the same, one after the other
-        self.last: tuple[Any, Any] = None, None
-        # by the storage of a weight
-        self.places: dict[int, Place] = {}
 
-    def place(self, model: nn.Module, device: str) -> None:
-        """Allocates memory for all weights but those that can be packed."""
-        for parent in model.modules():
-            has_halves = hasattr(parent, "gate_up_proj") and kind_of(parent) is GatedMLP
-            module: Any
-            for name, module in parent.named_children():
-                if isinstance(module, nn.Embedding) or kind_of(module) is PackedLinear:
-                    halves = 2 if has_halves and name == "gate_up_proj" else 1
-                    self.places[storage_of(module.weight)] = Place(parent, name, halves, {})
-                    if getattr(module, "bias", None) is not None:
-                        empty = torch.empty_like(module.bias, device=device)
-                        module.bias = nn.Parameter(empty, requires_grad=False)
-                else:
-                    module.to_empty(device=device, recurse=False)
+def read(tensor: Stored, target: Tensor) -> Tensor:
+    """Reads a tensor of a file. If it can be packed, the result has only a shape."""
+    return torch.empty(tensor.get_shape(), device="meta") if target.is_meta else tensor[:]
 
-    def read(self, tensor: Stored, target: Tensor) -> Tensor:
-        """Reads a tensor of a file. If it can be packed, the result has only a shape."""
-        if not target.is_meta:
-            return tensor[:]
-        if tensor.get_shape() == [*target.shape]:
-            place = self.places[storage_of(target)]
-            if self.last[0] is not tensor:
-                # frees it
-                self.last = None, None
-                self.last = tensor, read_part(tensor, self.dtype)
-            place.parts[int(target.storage_offset())] = self.last[1]
-            self.finish(place)
-        return torch.empty(tensor.get_shape(), device="meta")
 
-    def finish(self, place: Place) -> None:
-        """Gives a module its weight if it has all parts."""
-        module: Any = getattr(place.parent, place.name)
-        parts = [place.parts[first] for first in sorted(place.parts)]
-        if sum(part.shape[0] for part in parts) < module.weight.shape[0]:
-            return
-        found = packed_module(module, parts, place.halves)
-        if found is not None:
-            setattr(place.parent, place.name, found)
-        else:
+def pack_weights(tensors: Opened, dtype: torch.dtype, model: Any) -> Any:
+    """Reads the weights that `place` has left out, packed if possible. Returns the model."""
+    tensors = Opened({name.removeprefix("model."): each for name, each in tensors.items()})
+    last: dict[Stored, Part] = {}
+    for path, parent in [*model.named_modules()]:
+        has_halves = hasattr(parent, "gate_up_proj") and kind_of(parent) is GatedMLP
+        for name, module in [*parent.named_children()]:
+            if not can_be_packed(module):
+                continue
+            names = [f"{path}.{own}.weight" for own in getattr(module, "parts", [name])]
+            stored = [tensors[each.removeprefix(".")] for each in names]
+            parts = [last[each] if each in last else read_part(each, dtype) for each in stored]
+            # the head comes after the embedding, and can have the same tensor
+            last = dict(zip(stored, parts)) if isinstance(module, nn.Embedding) else {}
+            halves = 2 if has_halves and name == "gate_up_proj" else 1
+            found = packed_module(module, parts, halves)
+            if found is not None:
+                setattr(parent, name, found)
+                continue
             if any(isinstance(part, PackedWeight) for part in parts):
                 warn_once("quantized weights of some fused projections are dequantized when they "
                           "are loaded, since one product cannot combine all of their parts")
             module.weight = one_matrix(parts)
-        place.parts.clear()
+    return model
