@@ -59,7 +59,8 @@ NO_WEIGHTS: tuple[Row, ...] = (
 # the ends of names that only tensors of quantized weights have
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight", ".absmax", ".SCB")
 # where some tools store how a model is quantized: files, and an entry of config.json
-OLD = {"quantize_config.json", "quant_config.json", "compression_config", "quantization"}
+OLD = {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "compression_config",
+       "quantization"}
 
 Config = dict[str, Any]
 # a test of the config, the problem if it holds, and what the model must be
@@ -94,8 +95,9 @@ def uncomputed(config: Config) -> str:
 ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
-    "quant_config.json, quantization or compression_config)", 'completed: config.json must have '
-    'these under "quantization_config", with a "quant_method": "gptq", "awq" or "mlx"')
+    "quant_config.json, hf_quant_config.json, quantization or compression_config)",
+    'completed: config.json must have these under "quantization_config", with a "quant_method": '
+    '"gptq", "awq" or "mlx"')
 # families other than the engine's own
 OTHERS: tuple[Kind, ...] = (
     (lambda c: not c["architecture"], "names no architectures in its config.json",
@@ -197,8 +199,7 @@ def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
         logger.warning(f"{folder} has an adapter (LoRA) next to the model: the adapter is not used")
     if load_format != "dummy":
         # a multimodal model can have the entry in its text_config
-        is_named = "quantization_config" in str(config) or "hf_quant_config.json" in names
-        check_weights(folder, names, is_named)
+        check_weights(folder, names, "quantization_config" in str(config))
 
 
 def check_weights(folder: Path, names: list[str], is_named: bool) -> None:

@@ -69,9 +69,7 @@ def any_loader(runner: ModelRunner, load: Callable) -> Callable:
     model_config = runner.model_config
 
     def load_any(folder: Path, *arguments: Any, **options: Any) -> Any:
-        found = vars(model_config).get("quantization_config")
-        # the second place is where ModelOpt wrote it in 2024
-        if runner.config.quantization or found or (folder / "hf_quant_config.json").is_file():
+        if runner.config.quantization or vars(model_config).get("quantization_config"):
             options |= extension("models.quantized", "its quantization").slots(runner, folder)
         finish = options.pop("finish", lambda model: model)
         if model_config.model_type not in FAMILIES:

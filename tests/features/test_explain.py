@@ -119,9 +119,11 @@ def test_quantized_weights_that_the_config_does_not_name(copy, model_impl, end):
     check(copy, f"{name}: its config.json must have a quantization_conf", model_impl=model_impl)
 
 
-@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+@pytest.mark.parametrize("name", [
+    "quantize_config.json", "quant_config.json", "hf_quant_config.json"])
 def test_quantization_in_a_file_of_its_own(copy, name):
-    """As AutoGPTQ and AutoAWQ wrote it in 2023. Newer ones write it in both places."""
+    """As AutoGPTQ and AutoAWQ wrote it in 2023, ModelOpt in 2024. Newer ones write it in both
+    places."""
     (copy / name).write_text('{"bits": 4}')
     check(copy, f"in a place that .*{name}.* must be completed: con")
     config = json.loads((copy / "config.json").read_text()) | {

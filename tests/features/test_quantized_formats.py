@@ -639,13 +639,6 @@ def test_a_model_of_which_nothing_is_quantized(tiny, tmp_path, entries, options,
     check_refused(message, LLM, folder, model_impl=model_impl, **OPTIONS, **options)
 
 
-def test_a_folder_of_modelopt_of_2024_is_refused(tiny, tmp_path):
-    """What it says about its weights is in a file beside config.json."""
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    (folder / "hf_quant_config.json").write_text("{}")
-    check_refused("hf_quant_config.json: .* are not read: .*GGUF, AWQ or", LLM, folder, **OPTIONS)
-
-
 def test_a_config_of_an_old_release_of_mlx(tiny, tmp_path):
     """It has only one of the two entries."""
     folder = shutil.copytree(tiny, tmp_path / "model")

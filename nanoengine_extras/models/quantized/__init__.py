@@ -69,7 +69,7 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     model_config = runner.model_config
     is_own = model_config.model_type in FAMILIES
     entries = methods.with_method(getattr(model_config, "quantization_config", None) or {})
-    method = method_of(runner.config, entries, folder)
+    method = method_of(runner.config, entries)
     files = weight_files(folder)
     with naming(f"{folder}: its weight files are damaged, or lack a tensor"):
         open_file = choose_opener(method, entries, folder)
@@ -115,13 +115,11 @@ def slots(runner: ModelRunner, folder: Path) -> dict[str, Any]:
     return found | {"place": loading.place, "read": loading.read, "finish": finish}
 
 
-def method_of(config: EngineConfig, entries: dict[str, Any], folder: Path) -> str:
+def method_of(config: EngineConfig, entries: dict[str, Any]) -> str:
     """Returns by which method a model is, or will be quantized. Raises ValueError for one that is
     not read, and if `quantization` says another."""
     if entries:
         methods.check(entries)
-    elif (beside := folder / "hf_quant_config.json").is_file():
-        raise ValueError(f"{beside}: ModelOpt's folders of 2024 are not read: {methods.INSTEAD}")
     given = MARLIN.get(config.quantization or "", config.quantization)
     method: Any = entries.get("quant_method", given)
     if given and given != method:
