@@ -67,12 +67,6 @@ Config = dict[str, Any]
 Kind = tuple[Callable[[Config], Any], str, str]
 
 
-def listed(families: Iterable[str]) -> str:
-    """Returns "Llama, Mistral or Qwen2"."""
-    *others, last = (name.removesuffix("ForCausalLM") for name in families)
-    return ", ".join(others) + f" or {last}"
-
-
 def has_several_ropes(config: Config) -> bool:
     rope = config.get("rope_parameters")
     return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
@@ -113,7 +107,7 @@ OTHERS: tuple[Kind, ...] = (
      "has a sliding_window of {sliding_window} tokens", "a model with at least 2"),
     ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
-     "a {families} model, or loaded with model_impl='transformers'"))
+     "one of {families}, or loaded with model_impl='transformers'"))
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
     ELSEWHERE,
@@ -184,7 +178,7 @@ def check_folder(folder: Path, load_format: str, model_impl: str) -> None:
                 raise rejected(f"the model's {name}", config[name], "from 1 to 10000")
     architectures = config.get("architectures")
     first = str([*architectures, ""][0] or "") if isinstance(architectures, list) else ""
-    known = config | {"architecture": first, "names": names, "families": listed(ARCHITECTURES),
+    known = config | {"architecture": first, "names": names, "families": [*FAMILIES],
                       "model_impl": model_impl, "uncomputed": uncomputed(config),
                       "architectures": architectures,
                       "usual": USUAL.get(str(config.get("model_type")), "LlamaForCausalLM")}
