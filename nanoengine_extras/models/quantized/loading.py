@@ -46,26 +46,26 @@ def read_part(tensor: Stored, dtype: torch.dtype,
     return found.to(dtype)
 
 
-def packed_module(module: Any, parts: list[Any], halves: int = 1) -> Any:
-    """Returns a module for the place of another, with the rows of some parts. Returns None if these
-    are not packed, or if one product cannot compute them all."""
-    if not all(isinstance(part, PackedWeight) for part in parts):
-        return None
-    if isinstance(module, nn.Embedding):
-        is_plain = type(module).forward is nn.Embedding.forward
-        return QuantizedEmbedding(parts[0], None if is_plain else module)
-    found = PackedWeight.linear(parts, halves)
-    if found is not None:
-        found.bias = getattr(module, "bias", None)  # type: ignore
-    return found
-
-
-def one_matrix(parts: list[Any]) -> nn.Parameter:
-    """Returns the rows of some parts as a weight in the model's dtype."""
-    found = [part if isinstance(part, Tensor) else part.dequantized() for part in parts]
+def with_rows(module: Any, parts: list[Any], halves: int = 1) -> Any:
+    """Returns a module for the place of another, with packed rows; or the module itself, with rows
+    in the model's dtype, if not all parts are packed, or if one product cannot compute them all."""
+    packed = [part for part in parts if isinstance(part, PackedWeight)]
+    if len(packed) == len(parts):
+        if isinstance(module, nn.Embedding):
+            is_plain = type(module).forward is nn.Embedding.forward
+            return QuantizedEmbedding(parts[0], None if is_plain else module)
+        found: Any = PackedWeight.linear(parts, halves)
+        if found is not None:
+            found.bias = module.bias
+            return found
+    if packed:
+        warn_once("quantized weights of some fused projections are dequantized when they are "
+                  "loaded, since one product cannot combine all of their parts")
+    rows = [part if isinstance(part, Tensor) else part.dequantized() for part in parts]
     # the head and the embedding can share it
-    whole = found[0] if len(found) == 1 else torch.cat(found)
-    return nn.Parameter(whole, requires_grad=False)
+    whole = rows[0] if len(rows) == 1 else torch.cat(rows)
+    module.weight = nn.Parameter(whole, requires_grad=False)
+    return module
 
 
 # ------------------------------------------------------------------------- the engine's decoder
@@ -105,12 +105,5 @@ def pack_weights(tensors: Opened, dtype: torch.dtype, model: Any) -> Any:
             # the head comes after the embedding, and can have the same tensor
             last = dict(zip(stored, parts)) if isinstance(module, nn.Embedding) else {}
             halves = 2 if has_halves and name == "gate_up_proj" else 1
-            found = packed_module(module, parts, halves)
-            if found is not None:
-                setattr(parent, name, found)
-                continue
-            if any(isinstance(part, PackedWeight) for part in parts):
-                warn_once("quantized weights of some fused projections are dequantized when they "
-                          "are loaded, since one product cannot combine all of their parts")
-            module.weight = one_matrix(parts)
+            setattr(parent, name, with_rows(module, parts, halves))
     return model

@@ -28,7 +28,7 @@ from nanoengine.features import extension, is_installed
 from nanoengine_extras.cpu.memory import SharedPages, release_memory
 from nanoengine_extras.cpu.modules import PackedLinear, kind_of
 from nanoengine_extras.cpu.packed import QuantizedLinear
-from nanoengine_extras.models.quantized.loading import one_matrix, packed_module, read_part
+from nanoengine_extras.models.quantized.loading import read_part, with_rows
 from nanoengine_extras.models.quantized.origins import Origin
 from nanoengine_extras.models.quantized.stored import Opened, Stored
 from nanoengine_extras.models.quantized.transformers_files import (
@@ -139,14 +139,9 @@ def linear_of(space: Callable, dtype: torch.dtype, is_gated: bool,
     """Returns a linear of an expert, with the rows of one matrix or of two. They are packed if one
     product can compute them all. is_gated: whether the product of gates and ups becomes SwiGLU"""
     parts = [read_part(each, dtype, space) for each in tensors]
-    outputs = [each.shape[0] for each in tensors]
-    found: Any = None
-    if len({*outputs}) == 1:
-        found = packed_module(None, parts, len(parts) if is_gated else 1)
-    if found is None:
-        found = nn.Linear(tensors[0].shape[1], sum(outputs), bias=False, device="meta")
-        found.weight = one_matrix(parts)
-    return found
+    outputs = sum(each.shape[0] for each in tensors)
+    linear = nn.Linear(tensors[0].shape[1], outputs, bias=False, device="meta")
+    return with_rows(linear, parts, len(parts) if is_gated else 1)
 
 
 def fill(places: Places, tensor: Stored, dtype: torch.dtype, others: Others) -> bool:
@@ -162,7 +157,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, others: Others) -> 
     if isinstance(weight, Tensor):
         put(places, weight)
         return True
-    others.update((module, packed_module(module, [weight])) for module, _ in places)
+    others.update((module, with_rows(module, [weight])) for module, _ in places)
     return True
 
 
