@@ -150,7 +150,7 @@ def fill(places: Places, tensor: Stored, dtype: torch.dtype, others: Others) -> 
     says so."""
     # in place of their origin: an ordinary linear has no such parameter
     put(places, torch.empty(tensor.shape, dtype=dtype, device="meta"))
-    if not all(can_be_packed(module, name, dtype) for module, name in places):
+    if not all(can_be_packed(module, name) for module, name in places):
         put(places, tensor.read().to(dtype))
         return False
     weight = read_part(tensor, dtype)
@@ -168,7 +168,7 @@ def put(places: Places, weight: Tensor) -> None:
         module._parameters[name] = parameter
 
 
-def can_be_packed(module: Any, name: str, dtype: torch.dtype) -> bool:
+def can_be_packed(module: Any, name: str) -> bool:
     if isinstance(module, nn.Linear):
         return kind_of(module) is PackedLinear
     is_embedding = isinstance(module, nn.Embedding) and name == "weight"
