@@ -1,12 +1,14 @@
 """What people start. In this file: how all commands read their flags and report faults."""
 
 import argparse
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from nanoengine.config import EngineConfig
+from nanoengine.errors import naming
 
 # what a command line can say of an engine: the options of `LLM`, with their types
 ENGINE = {name: kind for name, kind in get_type_hints(EngineConfig).items()
@@ -19,6 +21,8 @@ class Parser(argparse.ArgumentParser):
     def add_llm(self) -> None:
         """Adds the flags for a model and for the options of `LLM`."""
         self.add_argument("--model", required=True, help="a folder or a Hugging Face id")
+        self.add_argument("--options", default="{}", metavar="JSON",
+                          help="""options of LLM as JSON, '{"seed": 1}'; or as flags, below""")
         self.add_fields("options of LLM, see docs/reference.md", ENGINE)
 
     def add_fields(self, title: str, kinds: dict[str, Any]) -> None:
@@ -46,10 +50,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def options_of(flags: argparse.Namespace) -> dict[str, Any]:
+def options_in(flags: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of `LLM` that were given as flags."""
     return {name: value for name, value in vars(flags).items()
             if name in ENGINE and value is not None}
+
+
+def options_of(flags: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of `LLM` in --options and in flags, which override it."""
+    with naming("--options: JSON"):
+        return {**json.loads(flags.options), **options_in(flags)}
 
 
 def new_file(text: str) -> Path:

@@ -492,7 +492,8 @@ def test_faults_of_a_user_are_one_sentence(bundled, tmp_path, capsys):
     files = ["-i", str(source), "-o", str(tmp_path / "results.jsonl")]
     for flags, message in [
             ([*files], "--model"), (["--model", bundled], "-i"),
-            ([*files, "--model", bundled, "--dtype", "int"], "dtype='int'"),
+            ([*files, "--model", bundled, "--options", "[5]"], "--options: JSON"),
+            ([*files, "--model", bundled, "--options", '{"dtyp": 1}'], "nearest is dtype"),
             ([*files, "--model", str(tmp_path)], "config.json")]:
         check_fault(capsys, batch.main, "batch", flags, message)
         assert not (tmp_path / "results.jsonl").exists() or not results(tmp_path / "results.jsonl")

@@ -147,7 +147,7 @@ def test_over_http(evaluate, model, bundled):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "nanoengine", "serve", "--model", bundled, "--port",
-               str(port), "--dtype", "float32", "--num-kv-blocks", "256"]
+               str(port), "--options", '{"dtype": "float32", "num_kv_blocks": 256}']
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert any("running on" in line for line in server.stderr)

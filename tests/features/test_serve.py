@@ -421,7 +421,9 @@ def test_faults_of_a_user_are_one_sentence(capsys, monkeypatch, tmp_path):
                 *(((*given, "--model", NAME, "--port", "0"), f"{given[0]}=") for given in (
                     ("--max-waiting", "-1"), ("--max-body", "0"), ("--timeout", "-1"),
                     ("--timeout", "nan"), ("--graceful-timeout", "-1"), ("--api-key", ""))),
-                (("--model", NAME, "--port", "0", "--dtype", "int"), "dtype"),
+                (("--model", NAME, "--port", "0", "--options", "[]"), "--options: JSON"),
+                (("--model", NAME, "--port", "0", "--options", "{"), "--options: JSON"),
+                (("--model", NAME, "--port", "0", "--options", '{"dtyp": 1}'), "dtype"),
                 (("--model", NAME, "--port", "0"), "is an empty folder")]:
             check_fault(capsys, module.main, "serve", [*flags], message)
 
@@ -451,7 +453,8 @@ def test_what_a_server_adds_to_its_engine(tiny, monkeypatch):
         assert "vllm:time_to_first_token_seconds_count" in text
 
     monkeypatch.setattr(module.uvicorn, "run", run)
-    module.main(["--model", tiny, "--num-kv-blocks", "4", "--block-size", "16", "--port", "0"])
+    module.main(["--model", tiny, "--num-kv-blocks", "4", "--options", '{"block_size": 16}',
+                 "--port", "0"])
 
 
 def test_a_large_body_is_refused(port):

@@ -188,15 +188,21 @@ def test_a_fault_of_a_tool_is_one_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("arguments, expected", [
+    (["--options", '{"seed": 1}'], {"seed": 1}),
     (["--max-model-len", "512", "--dtype=float32", "--enforce-eager"],
      {"max_model_len": 512, "dtype": "float32", "enforce_eager": True}),
-    (["--no-enable-prefix-caching", "--gpu-memory-utilization", ".9", "--revision", "1234567"],
-     {"enable_prefix_caching": False, "gpu_memory_utilization": 0.9, "revision": "1234567"}),
+    (["--options", '{"seed": 1, "dtype": "auto"}', "--dtype", "float32",
+      "--no-enable-prefix-caching"],
+     {"seed": 1, "dtype": "float32", "enable_prefix_caching": False}),
+    (["--opt", '{"seed": 1}', "--gpu-memory-utilization", ".9", "--revision", "1234567"],
+     {"seed": 1, "gpu_memory_utilization": 0.9, "revision": "1234567"}),
     (["--seed", "-1"], {"seed": -1}),
+    *((["--options", text], "error: --options: JSON: ") for text in ("", "[]", "5", "{", "null")),
     (["--seed"], "error: argument --seed: expected one argument\n"),
     (["--max-model-lens", "3"], "error: unrecognized arguments: --max-model-lens 3\n"),
     (["--max-model-len", "1k"], "error: argument --max-model-len: invalid int value: '1k'\n")])
 def test_options_of_the_engine_are_flags(arguments, expected, capsys):
+    """In --options they are JSON, which the flags override."""
     parser = Parser("a tool")
     parser.add_llm()
     assert ENGINE.keys() == {each.name for each in fields(EngineConfig)} - {"model", "features"}

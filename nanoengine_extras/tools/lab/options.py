@@ -22,7 +22,7 @@ from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor
 from nanoengine_extras import ALWAYS
-from nanoengine_extras.tools import ENGINE, Parser as BaseParser, new_file, options_of
+from nanoengine_extras.tools import ENGINE, Parser as BaseParser, new_file, options_in
 
 ROOT = Path(__file__).resolve().parents[3]
 # models without weights
@@ -91,7 +91,7 @@ class Parser(BaseParser):
         """Returns the flags, `args.engine_config` (the given options, then `defaults`), and
         `args.vocab_size`. Raises ValueError for bad ones."""
         args = self.parse_args(argv)
-        args.given = options_of(args)
+        args.given = options_in(args)
         if args.config:
             args.model = SHAPES[args.config]
             args.given["load_format"] = "dummy"
