@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import gc
 import itertools
+import json
 import os
 import re
 import shutil
@@ -230,6 +231,14 @@ def wide_tokenizer(bundled, tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def changed(folder: str | Path, target: Path, **entries) -> Path:
+    """A copy of a model, with other entries in its config.json."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | entries))
+    return target
 
 
 def check_blocks(scheduler) -> None:

@@ -32,6 +32,14 @@ def draw(*flags):
     return bench.parse([*map(str, flags)])[1]
 
 
+def check_fault(capsys, flags, message: str) -> None:
+    """One line about a user's mistake."""
+    with pytest.raises(SystemExit):
+        bench.main([*map(str, flags)])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
 def test_workloads_for_a_cpu(make_model):
     # the vocabulary must be larger than the ids that are drawn
     model = make_model(vocab_size=20_000)[0]
@@ -128,10 +136,8 @@ def test_bad_prompts_are_one_line(request, tmp_path, capsys, model, content, mes
     file = tmp_path / "prompts.txt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(SystemExit):
-        bench.main(["--model", str(request.getfixturevalue(model)), "--prompts", str(file)])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and f"{file}{message.removeprefix('prompts.txt')}" in error
+    flags = "--model", request.getfixturevalue(model), "--prompts", file
+    check_fault(capsys, flags, f"{file}{message.removeprefix('prompts.txt')}")
 
 
 @pytest.mark.parametrize("flags, inputs, outputs", [
@@ -174,7 +180,4 @@ def test_a_bound_that_is_given_alone_moves_the_other_one(flags, inputs, outputs)
 def test_bad_flags_are_one_line(capsys, monkeypatch, flags, part):
     if part == "--python":
         monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        bench.main([*map(str, flags)])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and part in error
+    check_fault(capsys, flags, part)

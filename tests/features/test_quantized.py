@@ -447,13 +447,6 @@ def test_rounded_zeros_and_the_largest_numbers():
         assert torch.equal(found, rounded_plainly(weight, bits)) and not found[:2].any()
 
 
-@pytest.mark.parametrize("value, message", [
-    ("int3", "quantization='int3' is not accepted: it must be 'int8', 'int4' or None, or"),
-    ("INT8", "'INT8'"), ("", "quantization=''")])
-def test_a_quantization_that_is_refused(tiny, value, message):
-    check_refused(message, LLM, tiny, quantization=value, **OPTIONS)
-
-
 def test_a_quantization_that_the_model_has_not(make_quantized):
     folder, model = make_quantized("awq")
     for name in ("awq", "awq_marlin"):
@@ -465,13 +458,11 @@ def test_a_quantization_that_the_model_has_not(make_quantized):
             LLM(path, quantization=value, **OPTIONS)
 
 
-def test_random_weights_are_not_quantized(tiny, make_quantized):
-    with pytest.raises(ValueError, match="load_format='dummy' .* with quantization='int8'"):
-        LLM(tiny, quantization="int8", load_format="dummy")
-    folder, _ = make_quantized("awq")
-    for path in (folder, REAL):
-        with pytest.raises(ValueError, match="quantization_config=.* must be None with load_fo"):
-            LLM(path, load_format="dummy")
+def test_random_weights_are_not_quantized(tiny):
+    check_refused("load_format='dummy' .* with quantization='int8'", LLM, tiny,
+                  quantization="int8", load_format="dummy")
+    check_refused("quantization_config=.* must be None with load_fo", LLM, REAL,
+                  load_format="dummy")
 
 
 def test_without_its_package_a_gguf_is_refused(monkeypatch):

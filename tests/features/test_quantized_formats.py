@@ -3,7 +3,6 @@ transformers generates them with these weights, what stays packed, and what is r
 
 import logging
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, slow, token_ids
+from conftest import changed, check_refused, slow, token_ids
 from formats import (
     AUTO_ROUND, AWQ, BFLOAT16, EXPERTS, FORMATS, FP8, GPTQ, GREEDY, INT8, OPTIONS, PROMPTS, ROUNDED,
     Parts, change, change_config, check_damages, check_packed, check_weights, compressed, expected,
@@ -314,10 +313,8 @@ def test_modules_that_the_model_does_not_have(make_quantized, caplog):
 
 
 def test_only_the_cache_is_quantized(tiny, tmp_path):
-    folder = shutil.copytree(tiny, tmp_path / "model")
     entries = dict(quant_method="compressed-tensors", config_groups={}, kv_cache_scheme=ROUNDED)
-    change_config(folder, quantization_config=entries)
-    assert generated(folder) == generated(tiny)
+    assert generated(changed(tiny, tmp_path, quantization_config=entries)) == generated(tiny)
 
 
 def test_a_truncated_file_is_named(make_quantized):
@@ -582,8 +579,7 @@ OF_2024 = dict(quant_method="modelopt", quantization=dict(quant_algo="FP8"))
     (MLX | {"model.norm": dict(bits=1, group_size=64)}, r"model\.norm\.bits=1 is not accepted")])
 def test_a_format_that_is_refused(tiny, tmp_path, entries, message):
     """explain.py says it first, if it is there, in the words of the config."""
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    change_config(folder, quantization_config=entries)
+    folder = changed(tiny, tmp_path, quantization_config=entries)
     instead = "must be .* model that was quantized.*quantization='int8'"
     for options in ({}, dict(load_format="dummy")):
         check_refused(instead, LLM, folder, **OPTIONS | options)
@@ -596,8 +592,7 @@ def test_a_format_that_is_refused(tiny, tmp_path, entries, message):
     compressed() | dict(config_groups=dict(group_0="W4A16")),
     compressed() | dict(sparsity_config="dense")])
 def test_entries_that_are_no_objects(tiny, tmp_path, entries):
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    change_config(folder, quantization_config=entries)
+    folder = changed(tiny, tmp_path, quantization_config=entries)
     check_refused("quantization_config={.*'quant_method'", LLM, folder, **OPTIONS)
 
 
@@ -630,18 +625,18 @@ def test_entries_that_are_accepted(entries, left_out):
        f"quantization='{value}' .* None or 'mxfp4', since") for value in ("int4", "int8", "gptq")),
     (dict(quant_method="mxfp4"), {}, "'mxfp4'.* None, since none of its weights is quantized"),
     *((None, dict(quantization=value), f"quantization='{value}' .* since the model is not quanti")
-      for value in ("awq", "gptq", "gguf"))])
+      for value in ("awq", "gptq", "gguf")),
+    (None, dict(quantization="int3"), "='int3' is not accepted: it must be 'int8', 'int4' or None"),
+    (None, dict(quantization="INT8"), "'INT8'"), (None, dict(quantization=""), "quantization=''")])
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 def test_a_model_of_which_nothing_is_quantized(tiny, tmp_path, entries, options, message,
                                                model_impl):
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    change_config(folder, quantization_config=entries)
+    folder = changed(tiny, tmp_path, quantization_config=entries)
     check_refused(message, LLM, folder, model_impl=model_impl, **OPTIONS, **options)
 
 
 def test_a_config_of_an_old_release_of_mlx(tiny, tmp_path):
     """It has only one of the two entries."""
-    folder = shutil.copytree(tiny, tmp_path / "model")
-    change_config(folder, quantization=dict(bits=4, group_size=64))
+    folder = changed(tiny, tmp_path, quantization=dict(bits=4, group_size=64))
     message = 'in a place that is not read .*it must be completed: .*"gptq", "awq" or "mlx"'
     check_refused(message, LLM, folder, **OPTIONS)

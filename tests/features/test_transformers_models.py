@@ -5,7 +5,6 @@ import gc
 import json
 import logging
 import math
-import shutil
 import weakref
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from compare import tokens
-from conftest import check_refused, slow, use_policies
+from conftest import changed, check_refused, slow, use_policies
 from fake_gpu import FakeGpu
 from test_torch_settings import SETTINGS
 
@@ -46,14 +45,6 @@ IS_SLOW = {"llama4 chunks"}
 
 def make_llm(folder: Path, **options: Any) -> LLM:
     return LLM(folder, **compare.OPTIONS | options)
-
-
-def changed(folder: Path, target: Path, **entries: Any) -> Path:
-    """A copy of a model, with other entries in its config.json."""
-    shutil.copytree(folder, target, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | entries))
-    return target
 
 
 def are_right(llm: LLM, folder: Path, prompts: Any = ([5, 6, 7, 8],), max_tokens: int = 6) -> bool:
