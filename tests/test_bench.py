@@ -34,6 +34,8 @@ def draw(*flags):
 
 def check_fault(capsys, flags, message: str) -> None:
     """One line about a user's mistake."""
+    # of a model that a fixture has saved
+    capsys.readouterr()
     with pytest.raises(SystemExit):
         bench.main([*map(str, flags)])
     error = capsys.readouterr().err
