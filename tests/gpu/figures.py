@@ -1,6 +1,6 @@
 """How long kernels take that have not been timed yet, each beside what was predicted.
 
-    python3 tests/gpu/figures.py [truncate] [draw] [products] [attention]
+    python3 tests/gpu/figures.py [truncate] [draw] [products] [sizes] [attention]
 
 The shape is Qwen3-0.6B's. Each figure is the best of a few replays of a CUDA graph, over so much
 memory that no cache holds it. REHEARSAL=1: small shapes in Triton's interpreter.
@@ -157,6 +157,24 @@ def time_products() -> None:
              f"; {size / found / 1e6:.2f} TB/s; {winner} wins")
 
 
+def time_sizes() -> None:
+    """Single products of all sizes: what `MOST_BYTES` of few_rows.py has to be."""
+    size = 64 if DRY else 4096
+    for megabytes in (1,) if DRY else (8, 32, 64, 128, 256, 512):
+        columns = megabytes * 2**20 // (2 * size) if not DRY else 100
+        # more than the cache of the GPU holds
+        weights = [torch.randn(columns, size, dtype=torch.bfloat16)
+                   for _ in range(max(1, 256 // megabytes if not DRY else 1))]
+        for rows in (1, 8):
+            x = torch.ones(rows, size, dtype=torch.bfloat16)
+            found = [microseconds(lambda: [product(x, each) for each in weights])  # noqa: B023
+                     / len(weights) for product in (few_rows_linear, F.linear)]
+            rates = [weights[0].nbytes / each / 1e6 for each in found]
+            predicted = 1.5 + weights[0].nbytes / 3.3e6
+            show(f"few_rows, {rows} rows, {megabytes} MiB", found[0], f"{predicted:,.0f}",
+                 f"; {rates[0]:.2f} TB/s; cuBLAS {found[1]:,.0f} µs, {rates[1]:.2f} TB/s")
+
+
 # -------------------------------------------------------------------------------- attention
 
 
@@ -199,7 +217,7 @@ def time_attention() -> None:
 
 PREDICTED_ORDERS = {2: 100} if DRY else {256: 95, 128: 96, 64: 99, 16: 100}
 FIGURES = {"truncate": time_truncate, "draw": time_draw, "products": time_products,
-           "attention": time_attention}
+           "sizes": time_sizes, "attention": time_attention}
 
 if __name__ == "__main__":
     torch.manual_seed(0)
