@@ -122,7 +122,7 @@ def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, he
 def ask_for(head):
     """Prefetches a head that is needed soon. The token need not exist."""
     for d in range(0, len(head), 64 // head.itemsize):
-        prefetch(head, d)
+        prefetch(head, d, 2)
 
 
 @inlined()
@@ -238,7 +238,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
             add_tiles(left[:, k:], pitch, below, right, start, columns, line)
             start = starts_soon[k // in_piece] + k % in_piece * line
             for i in range(LANES * vectors if all_rows <= LANES else 0):
-                prefetch(words_soon, start + columns[i % vectors] + i // vectors * line)
+                prefetch(words_soon, start + columns[i % vectors] + i // vectors * line, 2)
         store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
@@ -249,7 +249,7 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
         for k in range(first, min(first + in_piece, depth)):
             for c in range(vectors):
                 numbers = load(right, start + columns[c])
-                prefetch(words_soon, start + columns[c] + ahead)
+                prefetch(words_soon, start + columns[c] + ahead, 2)
                 for r in range(rows):
                     i = (r * vectors + c) * LANES
                     word = fill(left[r, k])

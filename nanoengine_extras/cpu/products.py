@@ -150,7 +150,7 @@ def add_slice(rows, line, below, weight, piece):
     for k in range(0, depth, LANES):
         add_tiles(rows[k:], line, below, weight, place + k * 2 * LANES, ACROSS, 2 * LANES)
         for i in range(k * asked, (k + LANES) * asked, LANES):
-            prefetch(weight, ahead + i)
+            prefetch(weight, ahead + i, 2)
 
 
 @inlined()
@@ -165,7 +165,7 @@ def add_rows(rows, line, weight, piece, sums, count, per_word):
     copy_rows(sums, pitch, held, BLOCK, np.int64(count), BLOCK // LANES)
     for k in range(0, depth, EVERY):
         for i in range(k * asked, (k + EVERY) * asked, 64 // weight.itemsize):
-            prefetch(weight, ahead + i)
+            prefetch(weight, ahead + i, 2)
         for j in range(k, k + EVERY):
             for c in range(0, BLOCK, LANES):
                 numbers = load(weight, place + j * BLOCK + c)
@@ -191,7 +191,7 @@ def add_few(rows, line, weight, piece, sums, count):
             for c in range(2):
                 at = (2 * k + c) * LANES
                 numbers = load(weight, place + at)
-                prefetch(weight, ahead + at)
+                prefetch(weight, ahead + at, 2)
                 for r in range(count):
                     word = fill(rows[np.uint64(r * line + k)])
                     for upper in range(2):

@@ -222,12 +222,12 @@ def copy_rows(source, from_pitch, target, to_pitch, rows, vectors):
             store(target, r * to_pitch + c, load(source, r * from_pitch + c))
 
 
-@instruction(types.void)
-def prefetch(builder, array, place):
-    """Prefetches a number into all caches but the first. The number need not exist."""
+@instruction(types.void, constants=1)
+def prefetch(builder, array, place, level):
+    """Prefetches a number into all caches from a level on. The number need not exist."""
     pointer = builder.bitcast(builder.gep(array, [place]), ir.IntType(8).as_pointer())
-    # to read, into the L2 cache, as data
-    options = [ir.IntType(32)(option) for option in (0, 2, 1)]
+    # to read, as data
+    options = [ir.IntType(32)(option) for option in (0, 4 - level, 1)]
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, *options)
 
 

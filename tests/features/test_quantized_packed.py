@@ -35,6 +35,13 @@ def test_the_smallest_exponents_are_kept():
     assert torch.equal(found, weight.dequantized())
 
 
+def test_small_scales_of_4_bits():
+    """A sixteenth of them is not always a float32 number."""
+    weight = draw(70, 256, *PACKED["AWQ"])
+    weight = weight._replace(scales=torch.full_like(weight.scales, 2.0**-149, dtype=torch.float32))
+    assert (pack(weight, torch.float32) is not None) == HAS_TABLES
+
+
 @pytest.mark.parametrize("least, most, group, zero, width", [
     (-16, 15, 32, None, 5), (-32, 31, 16, None, 6), (40, 71, 32, None, 5), (-33, 31, 32, None, 8),
     (0, 31, 32, 16, 5), (0, 63, 16, 40, 6), (0, 64, 32, 40, 8)])

@@ -27,10 +27,15 @@ from nanoengine_extras.cpu.packed.numbers import (
 FEW = 4
 # so many vectors of outputs are multiplied at once, and twice as many with one row
 COLUMNS = 2 if has("avx512f") else 1
-# few rows take little time, so the weight is prefetched this many words before it is needed
-SOON = 2**11
+# few rows take little time, so the weight is prefetched this many words before it is needed, into
+# this cache: into the second alone, AMD's CPUs read half as fast (measured on Zen 4)
+SOON, LEVEL = (2**10, 1) if has("clzero") else (2**11, 2)
 # for 16 outputs, of each of two halves: scales, and the numbers that are added
 SCALES = 2 * 2 * LANES
+# 16, where AVX-512 and ARM have 32
+FEW_REGISTERS = has("avx2") and not has("avx512f")
+# without AVX-512, halves have the same scales; instead, a sixteenth of them lies there
+UPPER_SCALE = 2 * LANES
 
 
 def load_of(builder, kind, data, first):
@@ -87,11 +92,11 @@ def marked(builder, words):
     return numbers
 
 
-def weights_of(builder, data, place, upper, shift, table, scales, width, per_word):
+def weights_of(builder, data, place, upper, shift, table, scales, width, per_word, turn=None):
     """Yields the weights of 16 packed words, as the words that are multiplied. Each is computed
     when it is needed: AVX2 has few registers.
 
-    upper, shift: see `in_bytes`
+    upper, shift: see `in_bytes`; turn: see `hidden`, None: scales may take registers
     """
     if UPPER[width]:
         for each in in_bytes(builder, data, place, upper, shift, width):
@@ -105,18 +110,32 @@ def weights_of(builder, data, place, upper, shift, table, scales, width, per_wor
         numbers = floats_of(builder, data, place, LOWER[width])
     else:
         numbers = looked_up(builder, words, table) if width == 4 else marked(builder, words)
-    yield from scaled(builder, numbers, 32 // LOWER[width], scales, per_word)
+    yield from scaled(builder, numbers, 32 // LOWER[width], scales, per_word, turn)
 
 
-def scaled(builder, numbers, count, scales, per_word):
+def hidden(builder, pointer, turn):
+    """The same pointer, which LLVM does not know to be the same. What lies there is an operand in
+    memory each time, and takes no register. turn: a number that is new in each turn of a loop"""
+    kind = ir.FunctionType(pointer.type, [pointer.type, turn.type])
+    found = builder.asm(kind, "", "=r,0,r", [pointer, turn], False)
+    found.attributes.add("readnone")
+    return found
+
+
+def scaled(builder, numbers, count, scales, per_word, turn=None):
     """Yields the weights of `count` vectors of numbers, as the words that are multiplied."""
     # loaded here, since LLVM would load them anew after each store
     factors = [builder.load(at_vector(builder, scales, i)) for i in range(0, SCALES, LANES)]
 
     def weights():
+        own = scales
         for i, number in enumerate(numbers):
             half = i * per_word // count if HAS_TABLES else 0
             scale, added = factors[2 * half:2 * half + 2]
+            if not HAS_TABLES:
+                own = hidden(builder, own, turn) if turn else own
+                is_upper = count == 8 and i % 2
+                scale = builder.load(at_vector(builder, own, UPPER_SCALE if is_upper else 0))
             yield call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added)
     yield from in_words(builder, weights(), per_word)
 
@@ -127,7 +146,7 @@ def add_word(builder, rows, line, k, word, sums, first, per_word, count):
     add = add_pairs if per_word == 2 else multiply_add
     for r in range(count):
         at = at_vector(builder, sums, first + r * LANES)
-        place = builder.add(builder.mul(line, line.type(r)), line.type(k))
+        place = builder.add(builder.mul(line, line.type(r)), k)
         number = builder.load(builder.gep(rows, [place]))
         x = builder.insert_element(same(FLOATS, ir.Undefined), number, ir.IntType(32)(0))
         x = builder.shuffle_vector(x, x, same(WORDS, 0))
@@ -142,15 +161,17 @@ def store_words(builder, lines, to, pitch, words):
 
 
 @instruction(types.void, constants=3)
-def add_weights(builder, rows, line, data, place, upper, shift, table, scales, sums, width,
+def add_weights(builder, rows, line, word, data, place, upper, shift, table, scales, sums, width,
                 per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
     def add_column(i):
         own = builder.gep(scales, [place.type(i * SCALES)])
         places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
-        words = weights_of(builder, data, *places, shift, table, own, width, per_word)
-        for k, word in enumerate(words):
-            yield add_word(builder, rows, line, k, word, sums, i * count * LANES, per_word, count)
+        turn = place if FEW_REGISTERS and count != 2 else None
+        words = weights_of(builder, data, *places, shift, table, own, width, per_word, turn)
+        for k, each in enumerate(words):
+            at = builder.add(word, word.type(k))
+            yield add_word(builder, rows, line, at, each, sums, i * count * LANES, per_word, count)
     columns = map(add_column, range(max(COLUMNS, 2 * COLUMNS // count)))
     # AVX2 has few registers, and takes a word of each column in turn
     for _ in chain(*columns) if COLUMNS > 1 else zip(*columns):
@@ -240,3 +261,5 @@ def open_scales(data, at, above, kind, width, block_size, per_word, scales):
         to = SCALES // LANES * c
         open_half(scale * fill(np.float32(times)), scales, to, per_word)
         open_half(added, scales, to + LANES, per_word)
+        if not HAS_TABLES and width == 4:
+            store(scales, to + UPPER_SCALE, scale * fill(np.float32(1 / 16)))

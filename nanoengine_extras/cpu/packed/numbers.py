@@ -28,15 +28,16 @@ def load_words(builder, data, place):
 
 
 def floats_of(builder, data, place, bits):
-    """The numbers of four vectors of bytes, of 4 or 8 bits, from the lowest bits up, in float32."""
+    """The numbers of four vectors of bytes, of 4 or 8 bits, from the lowest bits up, in float32.
+    Those of upper bits are 16 times as large, which saves shifting them."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     start = builder.bitcast(at_vector(builder, data, place), kind.as_pointer())
     for i in range(4):
         numbers = builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4)
         words = builder.zext(numbers, WORDS)
         for shift in range(0, 8, bits):
-            number = builder.lshr(words, same(WORDS, shift))
-            yield builder.sitofp(builder.and_(number, same(WORDS, 2**bits - 1)), FLOATS)
+            number = builder.and_(words, same(WORDS, 2**bits - 1 << shift))
+            yield builder.sitofp(number, FLOATS)
 
 
 def looked_up(builder, words, table):

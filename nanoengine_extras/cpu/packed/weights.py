@@ -14,7 +14,8 @@ from nanoengine_extras.cpu.products import BLOCK, SLICE, STEP, add_step
 from nanoengine_extras.cpu.vectors import (
     LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack)
 from nanoengine_extras.cpu.packed.expanding import (
-    COLUMNS, FEW, SCALES, SOON, add_weights, find_upper, open_scales, store_weights, table_of)
+    COLUMNS, FEW, LEVEL, SCALES, SOON, add_weights, find_upper, open_scales, store_weights,
+    table_of)
 from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER, WIDE
 from nanoengine_extras.cpu.packed.layout import ANY, HEADER
 
@@ -81,15 +82,16 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
                 copy_rows(sums[c + i * LANES:], WIDE, space[i * count * LANES:], LANES, count, 1)
             own = scales[SCALES // LANES * c:]
             for v in range(0, group, 32 // LOWER[width]):
-                here = rows[n * step + v // per_word:]
+                # numba would check the bounds of a part of the rows
+                word = n * step + v // per_word
                 packed = numbers + v * LOWER[width] // 32 * WIDE + c
                 upper, shift = find_upper(numbers, v, group, WIDE, width)
                 for i in range(0, across * LANES, LANES):
-                    prefetch(words, packed + i + SOON)
+                    prefetch(words, packed + i + SOON, LEVEL)
                     if UPPER[width]:
-                        prefetch(words, upper + c + i + SOON)
-                add_weights(here, line, words, packed, upper + c, shift, table, own, held, width,
-                            per_word, count)
+                        prefetch(words, upper + c + i + SOON, LEVEL)
+                add_weights(rows, line, word, words, packed, upper + c, shift, table, own, held,
+                            width, per_word, count)
             for i in range(across):
                 copy_rows(space[i * count * LANES:], LANES, sums[c + i * LANES:], WIDE, count, 1)
 
