@@ -37,8 +37,8 @@ def test_the_smallest_exponents_are_kept():
 
 def test_small_scales_of_4_bits():
     """A sixteenth of them is not always a float32 number."""
-    weight = draw(70, 256, *PACKED["AWQ"])
-    weight = weight._replace(scales=torch.full_like(weight.scales, 2.0**-149, dtype=torch.float32))
+    weight = formulas.Grouped(torch.randint(4, (64, 128), dtype=torch.uint8),
+                              torch.full((64, 4), 2.0**-147), None, torch.arange(128) // 32, bits=4)
     assert (pack(weight, torch.float32) is not None) == HAS_TABLES
 
 
