@@ -299,6 +299,7 @@ class FakeGpu:
     library: whether nanoengine_extras.gpu is, with Triton; by default where Triton is really
         installed.
     num_bytes: the size of its memory. All of it is always free.
+    capability: what it can do, as CUDA numbers it.
 
     host_reads: how often the host had to wait for the device, by place and cause.
     num_launched: operators that ran outside of graphs.
@@ -308,6 +309,7 @@ class FakeGpu:
     """
 
     active: "FakeGpu | None" = None
+    capability = 9, 0
 
     def __init__(self, flash_attn: bool = True, num_bytes: int = 2**28,
                  library: bool = HAS_TRITON) -> None:
@@ -1047,8 +1049,21 @@ def few_rows_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor
     return total, model.swiglu(product) if is_gated else product
 
 
+def in_parts(cache: Any) -> tuple[Any, ...]:
+    """A cache as arguments of a kernel: its memory, and its class and types if it has 8 bits."""
+    if not hasattr(cache, "stored"):
+        return cache, None
+    return cache.memory, (type(cache), cache.stored, cache.dtype)
+
+
+def joined(memory: Tensor, kind: Any) -> Any:
+    """The cache with these parts."""
+    return kind[0](memory, *kind[1:]) if kind else memory
+
+
 def heads_kernel(qkv: Tensor, query_norm: Any, key_norm: Any, eps: float, angles: Tensor,
-                 cache: Tensor, slots: Tensor) -> Tensor:
+                 memory: Tensor, kind: Any, slots: Tensor) -> Tensor:
+    cache = joined(memory, kind)
     num_keys = cache.shape[3]
     query, key, value = qkv.split([qkv.shape[1] - 2 * num_keys, num_keys, num_keys], dim=1)
     if query_norm is not None:
@@ -1058,10 +1073,13 @@ def heads_kernel(qkv: Tensor, query_norm: Any, key_norm: Any, eps: float, angles
     return model.rotate(query, cos, sin)
 
 
-def triton_kernel(query: Tensor, cache: Tensor, lengths: Tensor, starts: Tensor,
+def triton_kernel(query: Tensor, memory: Tensor, kind: Any, lengths: Tensor, starts: Tensor,
                   block_tables: Tensor, longest_query: int, longest_keys: int,
                   window: int | None, soft_cap: float | None, sinks: Tensor | None) -> Tensor:
-    """It takes float32 as well, and blocks of any size."""
+    """It takes float32 as well, numbers of 8 bits, and blocks of any size."""
+    cache: Any = memory
+    if kind:
+        cache = joined(memory, kind)[:, torch.arange(memory.shape[1])]
     counts = starts.diff().tolist()
     check_maximum("longest_query", longest_query, max(counts))
     check_maximum("longest_keys", longest_keys, int(lengths.max()))
@@ -1097,7 +1115,7 @@ def library_functions() -> dict[tuple[str, str], Any]:
 
     def store_heads(*arguments: Any) -> Any:
         check(arguments[5].is_contiguous(), "the cache must be contiguous")
-        return launch(heads_kernel, *arguments)
+        return launch(heads_kernel, *arguments[:5], *in_parts(arguments[5]), *arguments[6:])
 
     def attend(query: Any, cache: Any, window: int | None, step: Any,
                soft_cap: float | None = None, sinks: Any = None) -> Any:
@@ -1109,7 +1127,7 @@ def library_functions() -> dict[tuple[str, str], Any]:
         if sinks is not None:
             check((sinks.dtype, sinks.shape) == (torch.float32, query.shape[1:2]),
                   "sinks must be float32, one for each head")
-        return launch(triton_kernel, query, cache, step.lengths, step.query_starts,
+        return launch(triton_kernel, query, *in_parts(cache), step.lengths, step.query_starts,
                       step.block_tables, step.longest_query, step.longest_keys, window, soft_cap,
                       sinks)
 
@@ -1162,6 +1180,7 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "_maybe_exchange_device", gpu.exchange_device),
         (torch.cuda, "_lazy_init", lambda: None),
         (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
         (torch.cuda, "synchronize", gpu.synchronize),
         # a fake tensor cannot take the data of another one

@@ -12,6 +12,9 @@ The kernel is FlashAttention-2 (Dao, 2023, arXiv:2307.08691) over PagedAttention
                programs share the keys of a tile, and a second kernel joins their results
                (Flash-Decoding)
 
+Numbers of 8 bits are multiplied without their scales. The scale of a key is then a factor of its
+scores, and that of a value a factor of its weights.
+
 Scores can have a soft cap (Gemma 2: Gemma Team, 2024, arXiv:2408.00118). A head can have a sink
 (gpt-oss): one more score in its softmax, without a value.
 
@@ -25,6 +28,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from nanoengine_extras.gpu.norms import parts_of
 
 # these change from step to step: without this list, each new alignment would compile a new kernel
 CHANGING = ["starts", "lengths", "tables", "num_seqs", "num_tokens", "width", "window"]
@@ -44,12 +49,14 @@ TILES = {
 
 
 @triton.jit(do_not_specialize=CHANGING)
-def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, num_seqs, num_tokens,
-                     width, window, scale, soft_cap, sinks, BLOCK_SIZE: tl.constexpr,
-                     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-                     COLUMNS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-                     KEYS: tl.constexpr):
+def attention_kernel(query, keys, values, key_scales, value_scales, out, sums, starts, lengths,
+                     tables, num_seqs, num_tokens, width, window, scale, soft_cap, sinks,
+                     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+                     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr,
+                     ROWS: tl.constexpr, KEYS: tl.constexpr):
     """A program computes a split of a tile, for one head of keys.
+
+    key_scales, value_scales: see `parts_of`; None for a cache in the dtype of `query`
 
     out: (splits, T, heads, head_dim); sums: (splits, T, heads), log2 of the sums of weights; None
         without splits
@@ -60,6 +67,10 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
     dtype: tl.constexpr = query.dtype.element_ty
     # the interpreter multiplies the bits of bfloat16 as if they were integers
     factor: tl.constexpr = tl.float32 if IS_INTERPRETED else dtype
+    # weights times a small scale could be too small for float16
+    is_rounded: tl.constexpr = key_scales is not None
+    weight: tl.constexpr = tl.bfloat16 if is_rounded and dtype == tl.float16 else dtype
+    value: tl.constexpr = tl.float32 if IS_INTERPRETED else weight
 
     # 1. The sequence of this tile: the last one whose first tile does not come after it.
     tile = tl.program_id(0)
@@ -108,11 +119,19 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
         is_key = places_of_keys < most
         blocks = tl.load(table + places_of_keys // BLOCK_SIZE, is_key, 0)
         slots = blocks.to(tl.int64) * BLOCK_SIZE + places_of_keys % BLOCK_SIZE
-        numbers = (slots * KV_HEADS + kv_head)[:, None] * HEAD_DIM + columns[None, :]
+        heads_of_keys = slots * KV_HEADS + kv_head
+        numbers = heads_of_keys[:, None] * HEAD_DIM + columns[None, :]
+        if is_rounded:
+            # in front of a block are the scales of all blocks before it
+            blocks = blocks.to(tl.int64)
+            numbers += (blocks * (BLOCK_SIZE * KV_HEADS * 4))[:, None]
+            scales = (blocks + 1) * (BLOCK_SIZE * KV_HEADS * HEAD_DIM // 4) + heads_of_keys
         # values that are not read are 0: a weight of 0 would not stop another sequence's NaN
         is_number = is_key[:, None] & (columns < HEAD_DIM)[None, :]
         k = tl.load(keys + numbers, is_number, 0.0)
         scores = tl.dot(q.to(factor), k.to(factor).T, input_precision="ieee") * scale
+        if is_rounded:
+            scores *= tl.load(key_scales + scales, is_key, 0.0)[None, :]
         if soft_cap is not None:
             tanh = 1 - 2 / (tl.exp2(scores * (2 / soft_cap)) + 1)
             scores = tanh * (soft_cap * LOG2_E)
@@ -126,8 +145,10 @@ def attention_kernel(query, keys, values, out, sums, starts, lengths, tables, nu
         weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(largest - shift)
         total = total * shrink + tl.sum(weights, 1)
+        if is_rounded:
+            weights *= tl.load(value_scales + scales, is_key, 0.0)[None, :]
         v = tl.load(values + numbers, is_number, 0.0)
-        weighted = tl.dot(weights.to(dtype).to(factor), v.to(factor),
+        weighted = tl.dot(weights.to(weight).to(value), v.to(value),
                           weighted * shrink[:, None], input_precision="ieee")
         largest = new_largest
 
@@ -159,13 +180,13 @@ def join_kernel(parts, sums, out, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
     tl.store(out + head * HEAD_DIM + columns, joined.to(out.dtype.element_ty), is_column)
 
 
-def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any,
+def paged_attention(query: Tensor, cache: Any, window: int | None, step: Any,
                     soft_cap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """Each query attends to the keys of its sequence up to its own.
 
     query: (T, heads, head_dim), rotated
     cache: (2, num_blocks, block_size, kv_heads, head_dim), contiguous: K and V, those of this step
-        included
+        included; for 8 bits, see `parts_of`
     window: a query sees its last `window` keys, None for all
     step: has S sequences with T tokens: query_starts, (S + 1,), where the tokens of each begin, and
         T; lengths, (S,), how many keys each has; block_tables, (S, width); all int32. And numbers
@@ -180,7 +201,8 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any,
     num_tokens, num_heads, head_dim = query.shape
     if head_dim > 512:
         raise ValueError(f"head_dim={head_dim} is not accepted: it must be at most 512")
-    _, _, block_size, kv_heads, _ = cache.shape
+    numbers, scales = parts_of(cache)
+    _, _, block_size, kv_heads, _ = numbers.shape
     num_seqs = len(step.lengths)
     group = num_heads // kv_heads
     columns = triton.next_power_of_2(head_dim)
@@ -199,7 +221,7 @@ def paged_attention(query: Tensor, cache: Tensor, window: int | None, step: Any,
     parts = query.new_empty(splits, *query.shape, dtype=torch.float32) if splits > 1 else out
     sums = parts.new_empty(parts.shape[:-1]) if splits > 1 else None
     attention_kernel[(tiles, kv_heads, splits)](
-        query.contiguous(), *cache, parts, sums, step.query_starts, step.lengths,
+        query.contiguous(), *numbers, *scales, parts, sums, step.query_starts, step.lengths,
         step.block_tables, num_seqs, num_tokens, step.block_tables.stride(0), window or 2**30,
         LOG2_E.value / head_dim**0.5, soft_cap, sinks, block_size, kv_heads, group, head_dim,
         columns, queries, rows, keys, num_warps=warps, num_stages=stages, enable_fp_fusion=True)

@@ -166,9 +166,6 @@ class Attention(nn.Module):
         step: see `paged_attention`; and its `slot_mapping` says where K and V of each token go
         rows: those that need an output; K and V are written for all
         """
-        # the kernels here know no numbers of 8 bits
-        if hasattr(self.cache, "stored"):
-            return super().forward(x, angles, step, rows)
         return self.attend(self.qkv_proj(x), angles, step, rows)
 
     def attend(self: Any, qkv: Tensor, angles: Tensor, step: Any, rows: Any) -> Tensor:

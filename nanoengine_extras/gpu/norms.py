@@ -10,6 +10,8 @@ a normed head and SiLU(gate) have the model's dtype before they are used. Produc
 contracted to FMAs (`enable_fp_fusion=False`), since PyTorch's are not.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -81,13 +83,27 @@ def swiglu(gate_up: Tensor) -> Tensor:
 # ----------------------------------------------------------- heads: norm, rotation, storing
 
 
+def parts_of(cache: Any) -> tuple[Tensor, Any]:
+    """Returns the numbers of a cache, and the scales in the same memory: each for K and for V.
+    Without scales, they are None.
+
+    Such a cache has `memory`, int8, (2, num_blocks, block_size, kv_heads, head_dim + 4), and says
+    how the numbers are `stored`: int8 or float8_e4m3fn. In a block lie first all numbers, and then
+    a float32 scale for each head of each token.
+    """
+    if not hasattr(cache, "stored"):
+        return cache, (None, None)
+    return cache.memory.view(cache.stored), cache.memory.view(torch.float32)
+
+
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
-def heads_kernel(qkv, query, cache, slots, angles, query_norm, key_norm, eps, num_tokens,
-                 half_cache, NUM_QUERIES: tl.constexpr, NUM_KEYS: tl.constexpr, HALF: tl.constexpr,
-                 HEADS: tl.constexpr, COLUMNS: tl.constexpr):
+def heads_kernel(qkv, query, cache, scales, slots, angles, query_norm, key_norm, eps, num_tokens,
+                 half_cache, BLOCK_SIZE: tl.constexpr, NUM_QUERIES: tl.constexpr,
+                 NUM_KEYS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+                 COLUMNS: tl.constexpr):
     """A program computes some heads of one token: the left and the right half of each.
 
-    Heads are those of queries, then of keys, then of values.
+    Heads are those of queries, then of keys, then of values. scales: see `parts_of`
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -120,20 +136,49 @@ def heads_kernel(qkv, query, cache, slots, angles, query_norm, key_norm, eps, nu
     key = heads - NUM_QUERIES - tl.where(is_value, NUM_KEYS, 0)
     stored = (slot * NUM_KEYS + key) * (2 * HALF) + tl.where(is_value, half_cache, 0)
     to_query = query + (token * NUM_QUERIES + heads) * (2 * HALF)
-    target = tl.where(is_query, to_query, cache + stored) + columns
-    tl.store(target, rotated_left, is_used)
-    tl.store(target + HALF, rotated_right, is_used)
+    if scales is None:
+        target = tl.where(is_query, to_query, cache + stored) + columns
+        tl.store(target, rotated_left, is_used)
+        tl.store(target + HALF, rotated_right, is_used)
+    else:
+        tl.store(to_query + columns, rotated_left, is_used & is_query)
+        tl.store(to_query + columns + HALF, rotated_right, is_used & is_query)
+        left, right = rotated_left.to(tl.float32), rotated_right.to(tl.float32)
+        size = tl.maximum(tl.max(tl.abs(left), 1, keep_dims=True),
+                          tl.max(tl.abs(right), 1, keep_dims=True))
+        # the sum is 0, or NaN if a number is not finite
+        check = tl.sum((left + right) * 0, 1, keep_dims=True)
+        is_float: tl.constexpr = cache.dtype.element_ty != tl.int8
+        scale = tl.div_rn(tl.maximum(size, 1e-30), 448.0 if is_float else 127.0) + check
+        is_stored = (heads >= NUM_QUERIES) & (heads < NUM_QUERIES + 2 * NUM_KEYS)
+        # in front of a block are the scales of all blocks before it
+        block = slot // BLOCK_SIZE
+        target = cache + stored + block * (BLOCK_SIZE * NUM_KEYS * 4) + columns
+        tl.store(target, in_8_bits(tl.div_rn(left, scale), cache), is_used & is_stored)
+        tl.store(target + HALF, in_8_bits(tl.div_rn(right, scale), cache), is_used & is_stored)
+        place = (block + 1) * (BLOCK_SIZE * NUM_KEYS * 2 * HALF // 4) + slot * NUM_KEYS + key
+        place += tl.where(is_value, half_cache // 4, 0)
+        tl.store(scales + place, scale, is_stored)
+
+
+@triton.jit
+def in_8_bits(numbers, cache):
+    """To the nearest, ties to even, in the dtype of a cache."""
+    if cache.dtype.element_ty == tl.int8:
+        # in so large a number the last bits count units
+        numbers = (numbers + 12582912.0) - 12582912.0
+    return numbers.to(cache.dtype.element_ty)
 
 
 def store_heads(qkv: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, eps: float,
-                angles: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+                angles: Tensor, cache: Any, slots: Tensor) -> Tensor:
     """Norms and rotates the heads of queries and keys, and writes K and V to the cache.
 
     qkv: (T, heads + 2 * kv_heads, head_dim), side by side
     query_norm, key_norm: (head_dim,), weights of RMSNorm, or None for no norm
     angles: (2, T, ..., head_dim / 2) float32, cos and sin. Each pair (x[i], x[i + head_dim / 2]) is
         turned (RoPE; Su et al., 2021, arXiv:2104.09864).
-    cache: (2, num_blocks, block_size, kv_heads, head_dim), contiguous
+    cache: (2, num_blocks, block_size, kv_heads, head_dim), contiguous; for 8 bits, see `parts_of`
     slots: (T,) int64, block * block_size + place in the block
 
     Returns the queries, (T, heads, head_dim).
@@ -141,14 +186,15 @@ def store_heads(qkv: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
     if not cache.is_contiguous():
         raise ValueError(f"cache={tuple(cache.shape)} is not accepted: it must be contiguous")
     num_tokens, num_heads, head_dim = qkv.shape
-    num_keys = cache.shape[3]
+    numbers, (scales, _) = parts_of(cache)
+    _, _, block_size, num_keys, _ = numbers.shape
     num_queries = num_heads - 2 * num_keys
     query = qkv.new_empty(num_tokens, num_queries, head_dim)
     columns = triton.next_power_of_2(head_dim // 2)
     # 1,024 numbers in a program
     heads = min(512 // columns, triton.next_power_of_2(num_heads))
     heads_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        qkv.contiguous(), query, cache, slots, angles.contiguous(), query_norm, key_norm, eps,
-        num_tokens, cache.stride(0), num_queries, num_keys, head_dim // 2, heads, columns,
-        num_warps=2, enable_fp_fusion=False)
+        qkv.contiguous(), query, numbers, scales, slots, angles.contiguous(), query_norm, key_norm,
+        eps, num_tokens, numbers.stride(0), block_size, num_queries, num_keys, head_dim // 2, heads,
+        columns, num_warps=2, enable_fp_fusion=False)
     return query

@@ -15,8 +15,8 @@ its tokens came first, and a scale that is measured for a layer on the text that
 tokens would depend on the schedule. Here they do not, and a block is copied, swapped, shared and
 found again as it is, scales included.
 
-The engine asks this file for its backend and its cache. Of the backends, "numba" and "gather" can
-read 8 bits.
+The engine asks this file for its backend and its cache. Of the backends, "numba", "triton" and
+"gather" can read 8 bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from nanoengine.kernels import kernels
 # how numbers are stored; "fp8_e4m3" is vLLM's other name
 STORED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 # they read bfloat16 and float16
-OTHERS = {"flash-attn", "triton", "varlen"}
+OTHERS = {"flash-attn", "varlen"}
 # of a scale, in bytes
 SCALE = 4
 
@@ -57,7 +57,8 @@ class EightBits:
         self.dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.memory, name)
+        # while it is copied, it has no memory yet
+        return getattr(object.__getattribute__(self, "memory"), name)
 
     def __iter__(self) -> Iterator["EightBits"]:
         return (EightBits(layer, self.stored, self.dtype) for layer in self.memory)

@@ -1,9 +1,10 @@
 """K and V in 8 bits: what is stored, and that tokens do not depend on the schedule.
 
-That logits have the same bits is tested in test_batch_invariant.py, steps on a GPU in
-test_gpu_path.py, and kernels in Triton in gpu_kernels/interpreted.py.
+That logits have the same bits is tested in test_batch_invariant.py, and kernels in Triton in
+gpu_kernels/interpreted.py.
 """
 
+import copy
 import dataclasses
 
 import pytest
@@ -12,9 +13,12 @@ from conftest import check_idle, random_prompts
 
 from cpu.reference import (
     BF16, F32, NO_NORMS, attend_by_kernel, make_step, no_turn, plain_attention)
+from fake_gpu import FakeGpu
 from nanoengine import LLM, SamplingParams
 from nanoengine_extras.cpu import empty_cache
 from nanoengine_extras.running.kv_cache import EightBits
+from test_gpu_path import (
+    LONG, LONG_PROMPTS, PLAIN, all_of, check_no_host_reads, check_same, make_engine, needs)
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 BOTH = pytest.mark.parametrize("stored", [E4M3, INT8], ids=["fp8", "int8"])
@@ -55,6 +59,7 @@ def test_a_token_s_bytes_depend_on_no_other_token(stored):
     heads = torch.randn(2, 6, 3, 20)
     whole, parts = (plain_cache(stored, F32) for _ in range(2))
     whole[:, torch.arange(6)] = heads
+    parts = copy.deepcopy(parts)
     for token in (3, 0, 5, 1, 4, 2):
         parts[:, torch.tensor([token])] = heads[:, token:token + 1] * 100
         parts[:, torch.tensor([token])] = heads[:, token:token + 1]
@@ -182,3 +187,45 @@ def test_heads_that_plain_pytorch_cannot_store(make_model):
         LLM(folder, kv_cache_dtype="fp8", kernels=False)
     with LLM(folder, kv_cache_dtype="fp8") as llm:
         assert tokens_of(llm, [[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+# ---------------------------------------------------------------- on a GPU that is not there
+
+
+@pytest.mark.parametrize("name, backend", [
+    ("fp8", "triton"), ("int8", "triton"), ("fp8", "gather")])
+def test_steps_on_a_gpu(tiny, name, backend):
+    """With graphs, in chunks and with swapping: as two at a time, and step by step."""
+    needs(backend)
+    asked = dict(kv_cache_dtype=name, attention_backend=backend, run_ahead=True)
+    plain = make_engine(tiny, **PLAIN | asked | dict(run_ahead=False))
+    schedules = (dict(max_num_batched_tokens=48, num_kv_blocks=6, preemption_mode="swap",
+                      swap_space=0.01), dict(num_kv_blocks=None))
+    expected = plain.generate(LONG_PROMPTS, LONG)
+    for options in schedules[:1 if backend == "gather" else 2]:
+        engine = make_engine(tiny, **asked | options)
+        check_same(engine.generate(LONG_PROMPTS, LONG), expected)
+        assert bool(engine.gpu.num_replays) == (backend == "triton")
+        if backend == "triton":
+            check_no_host_reads(engine.gpu)
+    exact = make_engine(tiny, **PLAIN).generate(LONG_PROMPTS, LONG)
+    assert all_of(exact) != all_of(expected), "numbers are rounded"
+
+
+@pytest.mark.parametrize("library, asked, expected", [
+    (True, dict(), "triton"), (False, dict(), "gather"), (True, dict(dtype="float32"), "triton"),
+    (True, dict(attention_backend="flash-attn"), "one of .*'gather'.* with kv_cache_dtype='fp8'"),
+    (True, dict(capability=(8, 0)), "kv_cache_dtype='fp8' .* 'int8': Triton has no e4m3"),
+    (True, dict(capability=(8, 0), kv_cache_dtype="int8"), "triton"),
+    (True, dict(capability=(8, 0), attention_backend="gather"), "gather")])
+def test_the_backend_that_a_gpu_takes(tiny, monkeypatch, library, asked, expected):
+    if library:
+        needs("triton")
+    monkeypatch.setattr(FakeGpu, "capability", asked.pop("capability", (9, 0)))
+    options = dict(attention_backend="auto", kv_cache_dtype="fp8", enforce_eager=True) | asked
+    if expected in ("triton", "gather"):
+        engine = make_engine(tiny, library=library, **options)
+        assert engine.llm.engine.runner.backend == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            make_engine(tiny, library=library, **options)

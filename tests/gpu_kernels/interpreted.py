@@ -53,14 +53,16 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def rounded_as_on_a_gpu(monkeypatch):
-    """The interpreter cuts bits off where a GPU rounds float32 to bfloat16."""
+    """The interpreter cuts bits off where a GPU rounds float32 to bfloat16 or e4m3."""
     convert = interpreter._convert_float
+    kinds = {tl.bfloat16: (torch.bfloat16, torch.uint16),
+             tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
 
     def rounded(numbers, from_dtype, to_dtype, mode):
-        if (from_dtype, to_dtype) != (tl.float32, tl.bfloat16):
+        if from_dtype != tl.float32 or to_dtype not in kinds:
             return convert(numbers, from_dtype, to_dtype, mode)
-        in_bfloat16 = torch.from_numpy(numbers.copy()).bfloat16()
-        return in_bfloat16.view(torch.uint16).numpy()
+        dtype, bits = kinds[to_dtype]
+        return torch.from_numpy(numbers.copy()).to(dtype).view(bits).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
@@ -150,6 +152,44 @@ def test_store_heads(dtype, has_norm, tokens, queries, keys, head_dim):
     others = torch.ones(80, dtype=torch.bool)
     others[slots] = False
     assert torch.equal(stored[:, others], before.flatten(1, 2)[:, others])
+
+
+STORED = pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+
+
+def eight_bits(stored, dtype, num_blocks, block_size, kv_heads, head_dim):
+    """A cache of 8 bits, in which anything lies."""
+    kv_cache = pytest.importorskip("nanoengine_extras.running.kv_cache")
+    memory = torch.empty(2, num_blocks, block_size, kv_heads, head_dim + 4, dtype=torch.int8)
+    return kv_cache.EightBits(memory.random_(-128, 127), stored, dtype)
+
+
+@DTYPES
+@STORED
+@pytest.mark.parametrize("number", [0.0, 1e30, torch.nan, torch.inf])
+@pytest.mark.parametrize("tokens, queries, keys, head_dim", [(3, 4, 2, 64), (2, 7, 1, 80)])
+def test_store_heads_in_8_bits(dtype, stored, tokens, queries, keys, head_dim, number):
+    """All bytes are those of plain PyTorch."""
+    qkv = torch.randn(tokens, queries + 2 * keys, head_dim, dtype=dtype)
+    qkv[1, queries:] *= 100
+    qkv[1, queries, 5] = number
+    qkv[0, -1] = 0
+    turns = torch.rand(tokens, 1, head_dim // 2) * 6.3
+    angles = torch.stack((turns.cos(), turns.sin()))
+    slots = torch.randperm(40)[:tokens]
+    cache = eight_bits(stored, dtype, 5, 8, keys, head_dim)
+    expected = eight_bits(stored, dtype, 5, 8, keys, head_dim)
+    expected.memory.copy_(cache.memory)
+    query = store_heads(qkv, None, None, 0.0, angles, cache, slots)
+    q, k, v = qkv.split([queries, keys, keys], dim=1)
+    expected[:, slots] = torch.stack((plain.rotate(k, *angles), v))
+    assert torch.equal(query, plain.rotate(q, *angles))
+    if number != number or number == torch.inf:
+        blocks = torch.arange(5)
+        assert torch.equal(cache[:, blocks].isfinite().all(-1),
+                           expected[:, blocks].isfinite().all(-1))
+    else:
+        assert torch.equal(cache.memory, expected.memory)
 
 
 def test_a_cache_of_other_strides_is_refused():
@@ -306,6 +346,31 @@ DECODES = [(40, 1), (0, 1), (15, 1), (16, 1), (63, 1), (64, 1)]
 def test_attention(dtype, seqs, heads, kv_heads, head_dim, block_size, window):
     step = step_of(seqs, block_size)
     check_attention(*inputs_of(step, heads, kv_heads, head_dim, block_size, dtype), window, step)
+
+
+@STORED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("seqs, cores", [(DECODES, 1), (MIXED, 1), ([(300, 3), (40, 1)], 24)],
+                         ids=["decodes", "mixed", "splits"])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size, window, soft_cap", [
+    (4, 2, 64, 16, None, None), (6, 2, 80, 8, 7, 2.0)])
+def test_attention_over_8_bits(dtype, stored, seqs, cores, heads, kv_heads, head_dim, block_size,
+                               window, soft_cap, monkeypatch):
+    monkeypatch.setattr(attention, "num_cores", lambda device: cores)
+    step = step_of(seqs, block_size)
+    query, exact = inputs_of(step, heads, kv_heads, head_dim, block_size)
+    # values that float16 has no weights for, if they are multiplied by scales
+    exact[1] *= 1e-3 if dtype == torch.float16 else 1
+    cache = eight_bits(stored, torch.float32, *exact.shape[1:])
+    cache[:, torch.arange(exact[0, :, :, 0, 0].numel())] = exact.flatten(1, 2)
+    query = query.to(dtype)
+    out = paged_attention(query, cache, window, step, soft_cap)
+    read = cache[:, torch.arange(exact.shape[1])]
+    expected = soft_attention(query.double(), read.double(), window, step, soft_cap, None).float()
+    away = 4e-6 if dtype == torch.float32 else 1e-2
+    assert expected.isfinite().all() and out.dtype == dtype
+    scale = expected.abs().mean()
+    torch.testing.assert_close(out.float() / scale, expected / scale, rtol=away, atol=3 * away)
 
 
 @pytest.mark.parametrize("seqs, heads, kv_heads, dtype", [
