@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import check_idle, random_prompts
+from conftest import check_idle, random_prompts, slow
 
 from cpu.reference import (
     BF16, F32, NO_NORMS, attend_by_kernel, make_step, no_turn, plain_attention)
@@ -137,8 +137,9 @@ def tokens_of(llm, prompts, params) -> list:
     return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("name, kind", [
+    *(("fp8", kind) for kind in KINDS), ("int8", "kernel"), slow("int8", "plain"),
+    slow("int8", "transformers")])
 def test_tokens_do_not_depend_on_the_schedule(tiny, name, kind):
     options = OPTIONS | KINDS[kind] | dict(kv_cache_dtype=name, max_num_seqs=8)
     with LLM(tiny, **options, enable_prefix_caching=False) as llm:
@@ -193,7 +194,7 @@ def test_heads_that_plain_pytorch_cannot_store(make_model):
 
 
 @pytest.mark.parametrize("name, backend", [
-    ("fp8", "triton"), ("int8", "triton"), ("fp8", "gather")])
+    ("fp8", "triton"), slow("int8", "triton"), ("fp8", "gather")])
 def test_steps_on_a_gpu(tiny, name, backend):
     """With graphs, in chunks and with swapping: as two at a time, and step by step."""
     needs(backend)
