@@ -194,7 +194,7 @@ class Layer(nn.Module):
         """
         norm, attention = self.input_layernorm, self.self_attn
         linear = attention.qkv_proj
-        if has_few_rows(x, linear, norm, attention) and not hasattr(attention.cache, "stored"):
+        if has_few_rows(x, linear, norm, attention):
             x, qkv = few_rows_linear(x, linear.weight, linear.bias, norm.weight, norm.eps, delta)
             attended = attention.attend(qkv, angles, step, rows)
         else:

@@ -28,11 +28,13 @@ from transformers import PretrainedConfig
 
 from nanoengine.attention import Backend, backends
 from nanoengine.config import EngineConfig
-from nanoengine.errors import logger, rejected
+from nanoengine.errors import Condition, logger, rejected
 from nanoengine.kernels import kernels
 
 # how numbers are stored; "fp8_e4m3" is vLLM's other name
 STORED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+CONDITIONS: list[Condition] = [
+    ("kv_cache_dtype", lambda c: c.kv_cache_dtype in STORED, f"one of {['auto', *STORED]}")]
 # they read bfloat16 and float16
 OTHERS = {"flash-attn", "varlen"}
 # of a scale, in bytes
@@ -97,12 +99,6 @@ class EightBits:
         return (numbers.view(self.stored).float() * scales[..., None]).to(self.dtype)
 
 
-def stored_as(config: EngineConfig) -> torch.dtype:
-    if config.kv_cache_dtype not in STORED:
-        raise rejected("kv_cache_dtype", config.kv_cache_dtype, f"one of {['auto', *STORED]}")
-    return STORED[config.kv_cache_dtype]
-
-
 def caches_of(config: EngineConfig) -> Callable[..., EightBits]:
     """Returns the function in place of `make_caches`."""
     def make_caches(model: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
@@ -116,14 +112,14 @@ def caches_of(config: EngineConfig) -> Callable[..., EightBits]:
                            f"'auto' for heads of {head_dim} numbers, not a multiple of {SCALE}")
         else:
             memory = torch.zeros(*shape, head_dim + SCALE, dtype=torch.int8, device=device)
-        return EightBits(memory, stored_as(config), dtype)
+        return EightBits(memory, STORED[config.kv_cache_dtype], dtype)
     return make_caches
 
 
 def choice_of(config: EngineConfig) -> Callable[..., str]:
     """Returns the function in place of `choose_backend`."""
     def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
-        stored, asked = stored_as(config), f"kv_cache_dtype={config.kv_cache_dtype!r}"
+        stored, asked = STORED[config.kv_cache_dtype], f"kv_cache_dtype={config.kv_cache_dtype!r}"
         table = backends(device)
         usable = [each for each in table.keys() - OTHERS if table[each].works(device, dtype)]
         if name not in ("auto", *usable):
