@@ -354,8 +354,8 @@ def open_span(kv, here, later, num_tiles, num_keys, opened, shape):
     second = per_word - 1
     for t in range(num_tiles):
         for i in range(0, tile_size, 64):
-            prefetch(kv[0], later[t] + i)
-            prefetch(kv[1], later[t] + i)
+            prefetch(kv[0], later[t] + i, 2)
+            prefetch(kv[1], later[t] + i, 2)
         scale = load(kv[0], here[t] + LANES * width)
         for w in range(width // per_word):
             at = here[t] + w * per_word * LANES

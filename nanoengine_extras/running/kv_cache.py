@@ -59,8 +59,10 @@ class EightBits:
         self.dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
-        # while it is copied, it has no memory yet
-        return getattr(object.__getattribute__(self, "memory"), name)
+        return getattr(self.memory, name)
+
+    def __deepcopy__(self, copies: dict) -> "EightBits":
+        return EightBits(self.memory.clone(), self.stored, self.dtype)
 
     def __iter__(self) -> Iterator["EightBits"]:
         return (EightBits(layer, self.stored, self.dtype) for layer in self.memory)
