@@ -166,9 +166,9 @@ class Attention(nn.Module):
         step: see `paged_attention`; and its `slot_mapping` says where K and V of each token go
         rows: those that need an output; K and V are written for all
         """
-        return self.attend(self.qkv_proj(x), angles, step, rows)
+        return self.after_qkv(self.qkv_proj(x), angles, step, rows)
 
-    def attend(self: Any, qkv: Tensor, angles: Tensor, step: Any, rows: Any) -> Tensor:
+    def after_qkv(self: Any, qkv: Tensor, angles: Tensor, step: Any, rows: Any) -> Tensor:
         """What follows the first product. qkv: (T, (heads + 2 * kv_heads) * head_dim)"""
         q_weight, k_weight = (getattr(norm, "weight", None) for norm in (self.q_norm, self.k_norm))
         eps = getattr(self.q_norm, "eps", 0.0)
@@ -196,7 +196,7 @@ class Layer(nn.Module):
         linear = attention.qkv_proj
         if has_few_rows(x, linear, norm, attention):
             x, qkv = few_rows_linear(x, linear.weight, linear.bias, norm.weight, norm.eps, delta)
-            attended = attention.attend(qkv, angles, step, rows)
+            attended = attention.after_qkv(qkv, angles, step, rows)
         else:
             x, normed = norm(x, delta)
             attended = attention(normed, angles, step, rows)

@@ -1,6 +1,5 @@
 """The policies of the extension, which are there to be compared with the engine's own."""
 
-import json
 import random
 import re
 from collections import Counter
@@ -166,4 +165,3 @@ def test_the_snippets_of_the_page_about_policies(tmp_path, monkeypatch, capsys):
         names["llm"].close()
     assert printed and all(f"prints `{line}`" in page for line in printed)
     assert (tmp_path / "steps.png").stat().st_size > 10_000
-    assert json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
