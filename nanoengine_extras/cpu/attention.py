@@ -107,8 +107,7 @@ def empty_cache(layers: int, num_blocks: int, block_size: int, kv_heads: int, he
     """K and V of all layers, (layers, 2, num_blocks, block_size, kv_heads, numbers).
 
     dtype: int8 for all numbers of 8 bits. The system provides the memory when it is first written
-    to. Only the kernel knows the layout and
-    the padding within a block, so copy whole blocks only.
+    to. Only the kernel knows the layout and the padding within a block, so copy whole blocks only.
     """
     size = numbers_per_token(head_dim, block_size, dtype)
     shape = layers, 2, num_blocks, kv_heads, block_size, size
