@@ -110,6 +110,7 @@ if importlib.util.find_spec("lm_eval"):
 NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.openai_format"],
          "sampling.beam_search": ["sampling.logprobs"],
          "models.gguf": ["models.quantized", "models.sources"],
+         "models.explain": ["models.sources"],
          "models.hub": ["models.sources"], "models.quantized": ["models.sources"],
          "models.transformers_models": ["models.sources"],
          "models.experts": ["models.transformers_models", "models.sources"],

@@ -193,7 +193,8 @@ class Layer(nn.Module):
         With few rows, the norms are part of the products that follow them, and so is SwiGLU.
         """
         norm, attention = self.input_layernorm, self.self_attn
-        linear = attention.qkv_proj
+        # another attention or MLP need not have it
+        linear: Any = getattr(attention, "qkv_proj", None)
         if has_few_rows(x, linear, norm, attention):
             x, qkv = few_rows_linear(x, linear.weight, linear.bias, norm.weight, norm.eps, delta)
             attended = attention.after_qkv(qkv, angles, step, rows)
@@ -203,7 +204,7 @@ class Layer(nn.Module):
 
         x = x[rows]
         norm, mlp = self.post_attention_layernorm, self.mlp
-        linear = mlp.gate_up_proj
+        linear = getattr(mlp, "gate_up_proj", None)
         if has_few_rows(x, linear, norm, mlp):
             x, activated = few_rows_linear(
                 x, linear.weight, linear.bias, norm.weight, norm.eps, attended, is_gated=True)
