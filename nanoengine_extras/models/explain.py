@@ -67,6 +67,14 @@ Config = dict[str, Any]
 Kind = tuple[Callable[[Config], Any], str, str]
 
 
+def has_small_window(config: Config) -> bool:
+    """Whether a token would see no token before it. With a window of 1, transformers contradicts
+    itself: its cache keeps all tokens."""
+    is_used = config.get("model_type") == "mistral" or config.get("use_sliding_window")
+    window = config.get("sliding_window")
+    return bool(is_used) and isinstance(window, int) and window < 2
+
+
 def has_several_ropes(config: Config) -> bool:
     rope = config.get("rope_parameters")
     return isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values())
@@ -86,6 +94,7 @@ def uncomputed(config: Config) -> str:
                  if value is not None and value not in SUPPORTED[name]), "")
 
 
+SMALL_WINDOW = "has a sliding_window of {sliding_window} tokens", "a model with at least 2"
 ELSEWHERE: Kind = (
     lambda c: OLD & {*c["names"], *filter(c.get, c)} and not c.get("quantization_config"),
     "says how it is quantized in a place that is not read (quantize_config.json, "
@@ -103,14 +112,13 @@ OTHERS: tuple[Kind, ...] = (
     (lambda c: c.get("auto_map") and c.get("model_type") not in CONFIG_MAPPING_NAMES,
      "comes with its own code, which is not run", "a model that transformers computes without it"),
     (lambda c: not c["architecture"].endswith(WRITERS), "does not write text", WRITER),
-    (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True),
-     "has a sliding_window of {sliding_window} tokens", "a model with at least 2"),
+    (lambda c: c.get("sliding_window") == 1 and c.get("use_sliding_window", True), *SMALL_WINDOW),
     ELSEWHERE,
     (lambda c: c["model_impl"] == "native", "is not computed by the engine itself",
      "one of {families}, or loaded with model_impl='transformers'"))
 # for the engine's own families
 OWN: tuple[Kind, ...] = (
-    ELSEWHERE,
+    ELSEWHERE, (has_small_window, *SMALL_WINDOW),
     (lambda c: c["model_impl"] != "transformers" and c["uncomputed"],
      "has {uncomputed}, which the engine itself does not compute",
      "run with model_impl='transformers'"),

@@ -97,6 +97,10 @@ def test_an_adapter_beside_a_model_is_told(copy, caplog):
      'or compression_config.: it must be completed: .* "quantization_config"'),
     (dict(architectures=["LlamaForCausalLM"], compression_config=dict(quant_method="fp8")),
      'or compression_config.: it must be completed: .* "quantization_config"'),
+    (dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=0),
+     "sliding_window of 0 tokens: it must be a model with at least 2$"),
+    (dict(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=1),
+     "sliding_window of 1 tokens: it must be a model with at least 2$"),
     (dict(architectures=["Gemma2ForCausalLM"], sliding_window=1), "sliding_window of 1 tokens"),
     (dict(architectures=["LlamaForCausalLM"], rope_parameters=dict(full=dict(rope_theta=5))),
      "different rope_parameters .* same ones in all layers$")])
@@ -105,8 +109,8 @@ def test_a_model_of_another_kind(tmp_path, entries, message):
     folder = tmp_path / "{braces} in a name"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(entries))
-    check(folder, message, load_format="dummy")
-    check(folder, "it must be", load_format="dummy")
+    for model_impl in ("auto", "transformers"):
+        check(folder, message, load_format="dummy", model_impl=model_impl)
 
 
 @pytest.mark.parametrize("end", ["weight_scale", "qweight"])
