@@ -23,7 +23,7 @@ WIDE = 90
 DOCUMENTED: Any = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # the most of each; "features" are all extras but the tools
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1700, "nodes": 12250, "nodes a line": 7.3, "width": 43, "wide": 0.05,
+    "nanoengine": {"lines": 1660, "nodes": 12000, "nodes a line": 7.3, "width": 43, "wide": 0.05,
                    "pairs": 2},
     "features": {"lines": 8650}, "nanoengine_extras/tools": {"lines": 2100},
     "bench.py": {"lines": 200}}

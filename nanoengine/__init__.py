@@ -23,9 +23,8 @@ The rest is input, options and results:
     config.py           the options of an engine
     loader.py           from a folder to a config, a tokenizer and a model with its weights
     errors.py           checks of options, and the errors for bad input
-    features.py         how optional features are found
+    features.py         how optional features and libraries of kernels are found
     observers.py        what an optional feature can do, and when
-    kernels.py          finds the libraries of fast kernels
     __main__.py         `python -m nanoengine` starts the terminal of nanoengine_extras
 
 The engine needs no other package in this repository. A file that is named in comments but not here,

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from nanoengine.errors import rejected
-from nanoengine.features import extension, optional, part, shown
-from nanoengine.kernels import kernels
+from nanoengine.features import extension, kernels, optional, part, shown
 from nanoengine.step_inputs import StepInputs
 
 
@@ -98,11 +97,6 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
     return fits and hasattr(optional("flash_attn"), "flash_attn_with_kvcache")
 
 
-def has_numba(device: str, dtype: torch.dtype) -> bool:
-    """Whether nanoengine_extras.cpu can replace the model's attention with its kernel."""
-    return device == "cpu" and dtype != torch.half and bool(kernels(device).empty_cache)
-
-
 @dataclass(frozen=True)
 class Backend:
     """A way to compute attention, and its requirements.
@@ -129,14 +123,12 @@ class Backend:
 BACKENDS = {
     "flash-attn": Backend(
         flash_attention, has_flash_attn, rank=4, block_multiple=256, has_graphs=True),
-    "numba": Backend(None, has_numba, rank=3),
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
-def backends(device: str) -> dict[str, Backend]:
-    """Returns the backends for a device, by name: those of a feature, for a GPU, and BACKENDS."""
-    more = part("backends", None, {}) if device == "cuda" else {}
-    return more | BACKENDS
+def backends() -> dict[str, Backend]:
+    """Returns the backends by name: those of backends.py, a feature, and BACKENDS."""
+    return part("backends", None, {}) | BACKENDS
 
 
 def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
@@ -146,7 +138,7 @@ def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) 
     """
     if name not in ["auto", *BACKENDS]:
         extension("running.backends", f"attention_backend={shown(name)}")
-    table = backends(device)
+    table = backends()
     # one that is asked for does not import the libraries of the others
     if name not in table or not table[name].works(device, dtype):
         usable = [each for each in table if table[each].works(device, dtype)]

@@ -67,9 +67,8 @@ class Engine:
         # a policy can be a feature, too: it gets a name that no class has
         policies: list[Any] = [
             self.scheduler.fill, self.scheduler.order, self.scheduler.victim]
-        features.add({str(each): each for each in policies if isinstance(each, Feature)})
-        for feature in features.values():
-            feature.begin(self)
+        features.update({str(each): each for each in policies if isinstance(each, Feature)})
+        features.call("begin", self)
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence. Raises RuntimeError if the engine is closed."""
@@ -118,16 +117,12 @@ class Engine:
         As a rule, no: the next step computes pending tokens, and the device looks them up. It can
         look up at most `max_num_seqs` of them; when forks begin, there can be more.
 
-        The exceptions are sequences that cannot run while their last token is pending, because a
-        feature needs it on the host: a grammar, for example, has to read a token before it knows
-        what may follow. The feature sets `Sequence.needs_tokens`. Such a sequence misses the step
-        that is launched while its token is pending, so it runs in every second step. If a quarter
-        of the sequences are like this, steps are an eighth smaller; this costs as much as running
-        ahead gains. From there on the engine waits for the tokens, and all sequences can run.
+        Some features need a token on the host before its sequence can go on: a grammar, for
+        example, has to read a token before it knows what may follow. They set
+        `Sequence.needs_tokens`.
         """
         too_many = len(batch.sampled) > self.config.max_num_seqs
-        num_awaited = sum(row.seq.needs_tokens for row in batch.sampled)
-        return too_many or 4 * num_awaited >= len(batch)
+        return too_many or any(row.seq.needs_tokens for row in batch.sampled)
 
     def _collect(self, launched: Launched | None) -> list[Sequence]:
         """Waits for the tokens of a step and gives them to their sequences."""

@@ -49,13 +49,6 @@ def naming(what: object) -> Iterator[None]:
         raise ValueError(f"{what}: {message:.2000}") from error
 
 
-def check(options: object, conditions: list[Condition]) -> None:
-    """Raises ValueError for the first condition that does not hold."""
-    for name, holds, accepted in conditions:
-        if not holds(options):
-            raise rejected(name, getattr(options, name), accepted.format(**vars(options)))
-
-
 # -------------------------------------------------------------------------------- of options
 
 
@@ -74,7 +67,12 @@ class Options:
 
     def check(self, conditions: list[Condition]) -> None:
         """Checks these conditions, and the CONDITIONS of the features that the options ask for.
-        Raises ValueError also for a feature that is not installed."""
+
+        Raises ValueError for the first one that does not hold, and for a feature that is not
+        installed.
+        """
         for feature, asked in asked_by(self).items():
             conditions = conditions + getattr(extension(feature, asked), "CONDITIONS", [])
-        check(self, conditions)
+        for name, holds, accepted in conditions:
+            if not holds(self):
+                raise rejected(name, getattr(self, name), accepted.format(**vars(self)))

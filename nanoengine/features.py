@@ -9,6 +9,9 @@ and can be deleted on its own. It plugs into the engine in one of four ways:
     a slot         a class or function that replaces one of the engine's: see `part`
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
+Fast kernels for a device come from two libraries, nanoengine_extras.cpu and nanoengine_extras.gpu:
+see `Kernels`. The engine needs neither. With `LLM(model, kernels=False)` it uses neither.
+
 The engine uses a feature if an option (`of`), a method of `LLM` (`call_of`), the name of a policy
 or a backend, or the model's files need it; or if it is installed, and a table of
 nanoengine_extras/__init__.py makes it standard. What a feature replaces stands in its own file.
@@ -20,7 +23,7 @@ from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 # ------------------------------------------------------------------------------- finding them
 
@@ -119,3 +122,53 @@ def shown(value: object) -> str:
         return f"{value!r:.200}"
     except Exception:
         return f"an object of the class {type(value).__name__}, whose repr raises"
+
+
+# -------------------------------------------------------------------------- libraries of kernels
+
+
+class Kernels(NamedTuple):
+    """The functions of a library, from its dict KERNELS. Where one is None, the engine uses plain
+    PyTorch.
+
+    optimize: replaces a finished model's forwards with faster ones; returns whether a row then has
+        the same bits whatever other rows are in its step.
+    knows_attention: whether `optimize` replaces the attention of a model.
+    empty_cache: makes a KV cache in the library's own layout, for the attention that `optimize` has
+        put into the model: backend "numba".
+    paged_attention: attention over the cache of `make_caches`, with the arguments of
+        `gather_attention`, plus a soft cap and sinks: backend "triton".
+    truncate, draw: take the place of these functions of sampler.py. Given a third argument, the
+        temperature of each row, `draw` draws from the logits themselves.
+    first_max: returns the maximum of each row of logits, and its first index.
+    has_bfloat16: whether a CPU computes faster in bfloat16 than in float32.
+    check_process: raises RuntimeError in a forked process where a computation would hang. Returns
+        a function that repeats the check and raises in every process but this one.
+    end_threads: ends this thread's OpenMP threads, which slow down those of another thread.
+    """
+
+    optimize: Callable = lambda model, **options: False
+    knows_attention: Callable = lambda model: False
+    empty_cache: Callable | None = None
+    paged_attention: Callable | None = None
+    truncate: Callable | None = None
+    draw: Callable | None = None
+    first_max: Callable = lambda logits: logits.max(dim=-1)
+    has_bfloat16: Callable = lambda: False
+    check_process: Callable = lambda: lambda: None
+    end_threads: Callable = lambda: None
+
+
+PLAIN = Kernels()
+
+
+@cache
+def kernels(device: str, enabled: bool = True) -> Kernels:
+    """Returns the functions for "cpu" or "cuda"; if not `enabled`, `PLAIN`.
+
+    The library for a CPU needs numba. The one for a GPU needs Triton, which PyTorch installs on
+    Linux only.
+    """
+    name = "nanoengine_extras.gpu" if device == "cuda" else "nanoengine_extras.cpu"
+    library = optional(name) if enabled else None
+    return Kernels(**library.KERNELS) if library else PLAIN

@@ -22,8 +22,7 @@ from tqdm import tqdm
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_engine
 from nanoengine.errors import naming, rejected
-from nanoengine.features import asked_by, call_of, declared, part
-from nanoengine.kernels import kernels
+from nanoengine.features import asked_by, call_of, declared, kernels, part
 from nanoengine.loader import Tokenizer, find_model, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.observers import Features

@@ -18,16 +18,10 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import also_check, logger, naming, rejected
+from nanoengine.errors import also_check, naming, rejected
 from nanoengine.features import extension, part
-from nanoengine.model import FAMILIES, Decoder, entry_of, rope_table, window_of
+from nanoengine.model import FAMILIES, Decoder, rope_table
 
-# The kinds of rotary positions, and for those that lengthen the context by a factor, the entry that
-# is multiplied: vLLM's rule (`_get_and_verify_max_len`). For llama3, max_position_embeddings is the
-# length after the scaling. For yarn it can be the length before or after, and counts only if the
-# other entry is absent: transformers then sets that to the same number.
-ROPES = {"default": "", "llama3": "", "linear": "max_position_embeddings",
-         "yarn": "original_max_position_embeddings"}
 # What `Decoder` computes exactly: the values of entries in config.json, or of lists there. If an
 # entry is missing, transformers assumes the first of these values.
 SUPPORTED: dict[str, list | range] = {
@@ -39,7 +33,7 @@ SUPPORTED: dict[str, list | range] = {
     "transformers_weights": [None],
     # positions are int32
     "max_position_embeddings": range(1, 2**31),
-    "rope_type": [*ROPES],
+    "rope_type": ["default", "llama3", "linear", "yarn"],
     "partial_rotary_factor": [1.0]}
 
 
@@ -51,17 +45,19 @@ def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> 
 
 def find_folder(model: str | Path, config: EngineConfig, name: str) -> Path:
     """Returns the absolute path of a folder."""
-    error = rejected(name, model, "a folder; others need nanoengine_extras/models/sources.py")
-    with naming(error):
-        folder = Path(model).expanduser().absolute()
-        if folder.is_dir():
-            return folder
-    raise error
+    folder = Path(model).expanduser().absolute()
+    if folder.is_dir():
+        return folder
+    raise rejected(name, model, "a folder; others need nanoengine_extras/models/sources.py")
 
 
 def load_config(folder: Path, options: EngineConfig | None = None) -> PretrainedConfig:
     """Returns the config.json of a model of model.py, checked, with head_dim filled in if it is
-    absent. options: sources.py reads which implementation of the model they ask for."""
+    absent. sources.py also makes max_position_embeddings larger, where scaled rotary positions
+    lengthen the context.
+
+    options: sources.py reads which implementation of the model they ask for.
+    """
     with naming(folder / "config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if vars(config).get("head_dim") is None:
@@ -71,37 +67,16 @@ def load_config(folder: Path, options: EngineConfig | None = None) -> Pretrained
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError for a model that `Decoder` cannot compute exactly."""
+    """Raises ValueError for a model that `Decoder` cannot compute. sources.py, a feature, finds
+    more such models."""
     rope = config.rope_parameters
     for name, supported in SUPPORTED.items():
         value = rope.get(name, getattr(config, name, supported[0]))
         for each in value if isinstance(value, list) else [value]:
             if each not in supported:
                 raise rejected(f"the model's {name}", each, f"one of {supported}")
-    if config.num_attention_heads % max(1, config.num_key_value_heads):
-        raise rejected("the model's num_attention_heads", config.num_attention_heads,
-                       f"a multiple of num_key_value_heads={config.num_key_value_heads}")
-    # transformers has windows in some layers of these families, too
-    kinds = vars(config).get("layer_types") or []
-    if "sliding_attention" in kinds and not entry_of(config, "layer_types"):
-        raise rejected("the model's layer_types", kinds, "only 'full_attention'")
-    # with a window of 1, transformers contradicts itself: its cache keeps all keys
-    windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
-    if any(window is not None and window < 2 for window in windows):
-        raise rejected("the model's sliding_window", config.sliding_window, "at least 2")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
-
-
-def context_length(config: PretrainedConfig) -> int:
-    """Returns how many tokens the model can see: see `ROPES`."""
-    rope = config.rope_parameters
-    length = config.max_position_embeddings
-    scaled = ROPES[rope["rope_type"]]
-    # without a factor, it is the length after the scaling
-    if not scaled or rope["factor"] is None:
-        return length
-    return int(rope.get(scaled, length) * rope["factor"])
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -216,21 +191,15 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
                     raise rejected(name, found, f"floats of shape {tuple(target.shape)}")
                 target.copy_(loaded)
     if config.tie_word_embeddings:
-        tie(model.embed_tokens, model.lm_head, missing)
+        embedding = model.embed_tokens
+        head = model.lm_head
+        # a checkpoint can have both matrices; if they differ, as in transformers, both are used
+        if missing.pop("embed_tokens.weight", None) is not None:
+            embedding.weight = head.weight
+        elif (missing.pop("lm_head.weight", None) is not None
+              or torch.equal(head.weight, embedding.weight)):
+            head.weight = embedding.weight
     if missing:
         raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")
     return model
 
-
-def tie(embedding: nn.Embedding, head: nn.Linear, missing: dict[str, Tensor]) -> None:
-    """Makes both modules share a matrix, under whichever name the checkpoint has.
-
-    As in transformers, a checkpoint with two different matrices keeps both, with a warning.
-    """
-    if missing.pop("embed_tokens.weight", None) is not None:
-        embedding.weight = head.weight
-    elif (missing.pop("lm_head.weight", None) is not None
-          or torch.equal(head.weight, embedding.weight)):
-        head.weight = embedding.weight
-    else:
-        logger.warning("tie_word_embeddings: lm_head.weight and embed_tokens.weight differ")

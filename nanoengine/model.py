@@ -8,7 +8,7 @@ step, hidden_size). There is no batch dimension: the attention backend knows whi
 which sequence. Parameters have the names of transformers' checkpoints; `loader.py` fills them, and
 says which models can be loaded.
 
-This is plain PyTorch, and complete. If a kernel library for the device is installed (kernels.py),
+This is plain PyTorch, and complete. If a kernel library for the device is installed (features.py),
 it replaces some of these forwards with faster ones; a comment at each of them says so. It
 recognises a forward by its code, so one that you change or override stays. To step through this
 file, attention.py and sampler.py with a debugger, use LLM(model, kernels=False).

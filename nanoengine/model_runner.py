@@ -25,9 +25,8 @@ from nanoengine.attention import backends, choose_backend, make_caches
 from nanoengine.config import EngineConfig
 from nanoengine.cuda_graphs import CudaGraphs
 from nanoengine.errors import rejected
-from nanoengine.features import part
-from nanoengine.kernels import kernels
-from nanoengine.loader import context_length, load_model
+from nanoengine.features import kernels, part
+from nanoengine.loader import load_model
 from nanoengine.model import Decoder, rope_table
 from nanoengine.observers import Features
 from nanoengine.sampler import sample
@@ -74,13 +73,13 @@ class ModelRunner:
         choose = part("choose_backend", config, lambda config: choose_backend)(config)
         self.backend = choose(config.attention_backend, self.device, self.dtype, config.block_size)
         self.graphs = CudaGraphs(config.max_num_seqs)
-        num_more_rows = part("num_more_rows", config, lambda config: 0)(config)
-        num_rows = config.max_num_seqs + num_more_rows
+        # with some room for the guesses of speculation
+        num_rows = config.max_num_seqs + 32
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         # 1. the model
         self.model = self.load_model(folder)
-        is_in_model = backends(self.device)[self.backend].is_in_model
+        is_in_model = backends()[self.backend].is_in_model
         if is_in_model and not self.kernels.knows_attention(self.model):
             # the library has its attention only for the modules of model.py and a few others
             self.backend, is_in_model = "gather", False
@@ -88,7 +87,7 @@ class ModelRunner:
 
         # 2. the size of its KV cache
         asked = config.max_model_len
-        limit = context_length(model_config)
+        limit = model_config.max_position_embeddings
         self.block_bytes = self.make_caches(num_blocks=1).nbytes
         num_blocks = config.num_kv_blocks
         if not num_blocks:
@@ -122,7 +121,7 @@ class ModelRunner:
         """Returns memory for K and V of these blocks: see attention.py."""
         make = part("make_caches", self.config, lambda config: make_caches)(self.config)
         return make(self.model_config, num_blocks, self.config.block_size, self.dtype, self.device,
-                    backends(self.device)[self.backend])
+                    backends()[self.backend])
 
     def allocate(self, num_kv_blocks: int, max_model_len: int) -> None:
         """Gives the model its rotary angles and its KV cache, with block 0 in front, and records
@@ -136,7 +135,7 @@ class ModelRunner:
         self.graphs.captured.clear()
         caches = self.make_caches(num_kv_blocks + 1)
         rope = rope_table(self.model_config, max_model_len)
-        backend = backends(self.device)[self.backend]
+        backend = backends()[self.backend]
         self.model.bind(rope.to(self.device), caches, backend.attend)
         self.blocks = caches.movedim(2, 0)
         self.copier = part("copier", self.config, BlockCopier)(self.blocks, self.config)

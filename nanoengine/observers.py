@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoengine.errors import rejected
-from nanoengine.features import extension, is_installed, declared
+from nanoengine.features import declared, extension, is_installed
 from nanoengine.sequence import Batch, Row, Sequence
 from nanoengine.step_inputs import Launched
 
@@ -29,7 +28,7 @@ class Feature:
     disappears with the sequence. A fork begins without it.
 
     OPTIONS: the names of its options in `SamplingParams(options={…})`; it checks their values in
-        `enter`.
+        `enter`. strict.py refuses other names.
     engine: the `Engine`, a weak reference: a strong one would keep the engine's memory in use.
     """
 
@@ -78,9 +77,6 @@ class Feature:
         """Fills in the `RequestOutput` of the request that has these sequences."""
 
 
-METHODS = [name for name, value in vars(Feature).items() if callable(value)]
-
-
 class Features(dict[str, Feature]):
     """The features of one engine, by class name, in the order in which the engine calls them.
 
@@ -93,35 +89,19 @@ class Features(dict[str, Feature]):
 
     def __init__(self, files: Collection[str] = (), own: Iterable[Feature] = ()) -> None:
         self.lock = Lock()
-        # for each method, the features that override it
-        self.observers: dict[str, list[Feature]] = {}
         super().__init__(dict.fromkeys(declared("OBSERVERS").values(), Feature()))
-        self.add({type(feature).__name__: feature for feature in own})
+        self.update({type(feature).__name__: feature for feature in own})
         self.load(files)
 
     def load(self, files: Collection[str]) -> None:
         """Adds the observers of these files, if they are installed and not there yet."""
         # two threads can load a feature at the same time
         with self.lock:
-            self.add({name: getattr(extension(file), name)()
-                      for file, name in declared("OBSERVERS").items()
-                      if file in files and type(self[name]) is Feature and is_installed(file)})
-
-    def add(self, features: dict[str, Feature]) -> None:
-        """Adds features under these names, or puts them in the place of others."""
-        self.update(features)
-        for method in METHODS:
-            default = getattr(Feature, method)
-            self.observers[method] = [
-                feature for feature in self.values() if getattr(type(feature), method) != default]
+            self.update({name: getattr(extension(file), name)()
+                         for file, name in declared("OBSERVERS").items()
+                         if file in files and type(self[name]) is Feature and is_installed(file)})
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Calls a method of all features that override it."""
-        for feature in self.observers[method]:
+        """Calls a method of all features."""
+        for feature in self.values():
             getattr(feature, method)(*arguments)
-
-    def check(self, options: dict[str, Any]) -> None:
-        """Raises ValueError for an option of a request that no feature has."""
-        known = [name for feature in self.values() for name in feature.OPTIONS]
-        for name in options.keys() - known:
-            raise rejected(f"options[{name!r}]", options[name], f"an option of a feature: {known}")

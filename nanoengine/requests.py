@@ -189,7 +189,7 @@ class InputProcessor:
 
         Raises ValueError for bad input, with its name, its value and what is accepted.
         """
-        also_check("call", prompts, params, priority, SamplingParams)
+        also_check("call", prompts, params, priority, self)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         all_params = one_for_each(self.default_params if params is None else params, len(prompts))
@@ -248,7 +248,6 @@ class InputProcessor:
         # ~seed, since hash64(seed, i) is the draw at position i
         seq.forks = [seq.fork(seed=hash64(~seed, i), index=i) for i in range(1, params.n)]
         seqs = [seq, *seq.forks]
-        self.features.check(params.options)
         self.features.call("enter", seqs, self)
         return Request(text, seqs, place, self)
 

@@ -18,7 +18,7 @@ is no generator state: a draw depends only on the seed of its sequence and on it
 import torch
 from torch import Tensor
 
-from nanoengine.kernels import PLAIN, Kernels
+from nanoengine.features import PLAIN, Kernels
 from nanoengine.observers import Feature
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws, send

@@ -70,7 +70,7 @@ class Scheduler:
         """Chooses the sequences of the next step, and gives them the blocks that they need."""
         # one of policies.py, such as `mixed`: it chooses candidates, and calls `build` with them
         batch = self.fill(self)
-        # empty if all runnable sequences wait for a token
+        # empty if a feature has paused all sequences
         if batch:
             batch.copies = self.block_manager.take_copies()
             batch.preempted, self.preempted = self.preempted, []
@@ -87,7 +87,7 @@ class Scheduler:
         batch = Batch(self.config.max_num_batched_tokens)
         admit = self.make_room(candidates) and admit
 
-        left = [seq for seq in candidates if seq.block_table and not seq.is_awaited]
+        left = [seq for seq in candidates if seq.is_running]
         # decodes, with one token left, come first
         left.sort(key=lambda seq: seq.num_uncomputed_tokens > 1)
         for seq in left:
@@ -146,8 +146,7 @@ class Scheduler:
         """Whether the first waiting sequence can run: a place and enough blocks are free."""
         if not self.waiting or len(self.running) == self.config.max_num_seqs:
             return False
-        head = self.waiting[0]
-        return not head.is_awaited and self.block_manager.can_allocate(head)
+        return self.block_manager.can_allocate(self.waiting[0])
 
     # ---------------------------------------------------------------------- after a step
 

@@ -93,8 +93,6 @@ class Sequence:
     num_uncomputed_tokens = property(lambda self: len(self.token_ids) - self.num_computed_tokens)
     num_known_tokens = property(lambda self: len(self.token_ids) - (self.token_ids[-1] < 0))
     is_running = property(lambda self: len(self.block_table) > 0)
-    # whether it cannot run until its last token is known
-    is_awaited = property(lambda self: self.needs_tokens and self.token_ids[-1] < 0)
 
     def uniform(self, position: int) -> float:
         """The number in [0, 1) that decides its token at a position; 0 if it is greedy."""

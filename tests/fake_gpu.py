@@ -63,7 +63,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import nanoengine
-from nanoengine import kernels as seams, model, sampler
+from nanoengine import features as seams, model, sampler
 from nanoengine.features import optional
 
 HAS_TRITON = find_spec("triton") is not None

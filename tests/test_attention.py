@@ -14,7 +14,7 @@ from cpu.reference import (
     BF16, F32, NO_NORMS, Step, make_step, norm_and_rotate, plain_attention, random_cache,
     random_norms)
 from fake_gpu import FakeGpu
-from nanoengine import LLM, SamplingParams, attention, kernels as seams
+from nanoengine import LLM, SamplingParams, attention, features as seams
 from nanoengine.attention import (
     BACKENDS, Backend, backends, choose_backend, gather_attention)
 from nanoengine.features import optional
@@ -76,7 +76,7 @@ def test_gathered_keys_against_plain_torch(
 @pytest.mark.parametrize("num_tokens", [[1, 1, 9, 1, 40, 2], [3, 1, 2, 5, 1, 1], [1] * 6])
 @pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window", SHAPES)
 @pytest.mark.parametrize("backend", [
-    name for name in ("flash-attn", "varlen") if name in backends("cuda")])
+    name for name in ("flash-attn", "varlen") if name in backends()])
 def test_kernels_of_others_against_plain_torch(
         backend, kv_heads, group_size, head_dim, block_size, window, num_tokens):
     """On a GPU that is not there, which checks what they are called with. Pages are of 256."""
@@ -91,7 +91,7 @@ def test_kernels_of_others_against_plain_torch(
                   for name, value in vars(step).items()}
         inputs = query.to("cuda"), cache.to("cuda"), window, Step(**on_gpu)
         gpu.reset_counters()
-        out = backends("cuda")[backend].attend(*inputs)
+        out = backends()[backend].attend(*inputs)
         assert not gpu.host_reads, "no value is read on the host"
         out = out.cpu()
     expected = plain_attention(query, cache, window, step)
@@ -137,7 +137,7 @@ def test_the_choice_of_a_backend(
     assert choose_backend("gather", device, dtype, 16) == "gather", "it can always be asked for"
     assert choose_backend(expected, device, dtype, 256) == expected
     ranked = ["flash-attn", "triton", "varlen"]
-    for name in backends("cuda").keys() - {expected, "gather"}:
+    for name in backends().keys() - {expected, "gather"}:
         # one of a lower rank may work as well
         if expected not in ranked or name not in ranked[ranked.index(expected):]:
             with pytest.raises(ValueError, match=f"attention_backend='{name}' .* one of"):

@@ -95,29 +95,6 @@ def test_a_step_is_taken_in_before_one_that_needs_its_tokens(changes, num_waits)
     assert events == "lw" * num_steps
 
 
-@pytest.mark.parametrize("num_awaited, is_ahead", [(1, True), (2, True), (3, False), (9, False)])
-def test_a_few_sequences_that_are_awaited_do_not_hold_up_the_others(num_awaited, is_ahead):
-    """They run in every second step, while the others run in each."""
-    engine = make_engine(run_ahead=True, num_blocks=50)
-    seqs = [endless(number, needs_tokens=number < num_awaited) for number in range(9)]
-    assert run(engine, seqs).startswith("l" + "lw" * 5 if is_ahead else "lw" * 6)
-    batches = batches_of(engine)[:6]
-    steps = [[seq in batch.sequences for batch in batches] for seq in seqs]
-    assert all(all(step) for step in steps[num_awaited:])
-    for step in steps[:num_awaited]:
-        assert step == [not is_ahead or number % 2 == 0 for number in range(6)]
-
-
-def test_when_all_that_is_left_is_awaited_nothing_is_launched():
-    """The step in between would be empty: it is no step, and no copies are lost."""
-    engine = make_engine(run_ahead=True)
-    seqs = [endless(4 + i, 5 + i, num_new=3 if i else 9, needs_tokens=i == 0) for i in range(9)]
-    events = run(engine, seqs)
-    counters = engine.scheduler.counters
-    assert all(batch.sequences for batch in batches_of(engine))
-    assert counters["num_steps"] == len(batches_of(engine)) == events.count("l")
-
-
 def test_no_more_tokens_are_pending_than_can_be_looked_up():
     for max_num_seqs, num_waits in ((4, 1), (5, 0)):
         engine = make_engine(run_ahead=True, max_num_seqs=max_num_seqs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from feature_helpers import FEATURES, constrain
 
-from nanoengine import SamplingParams, kernels, sampler
+from nanoengine import SamplingParams, features as libraries, sampler
 from nanoengine.observers import Features
 from nanoengine.sequence import NO_TOKEN, Row, Sequence, hash64
 from nanoengine.step_inputs import Draws
@@ -29,7 +29,7 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
         (p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(seq.num_tokens))
         for seq, p in ((seq, seq.params) for seq in seqs)], dtype=torch.float64)
     tokens = sampler.sample(logits, Draws(*rows.T), seqs, NONE_PENDING, FEATURES,
-                            kernels.kernels("cpu"))
+                            libraries.kernels("cpu"))
     return tokens.tolist(), logprobs(logits, tokens, seqs)
 
 
@@ -158,7 +158,7 @@ def test_the_likeliest_is_the_first_of_the_largest(vocab_size, dtype):
     logits = padded[:, :vocab_size]
     expected = [row.index(max(row)) for row in logits.tolist()]
     expected[3:7] = [NO_TOKEN] * 4
-    for library in (kernels.PLAIN, kernels.kernels("cpu")):
+    for library in (libraries.PLAIN, libraries.kernels("cpu")):
         draws = Draws(*torch.zeros(5, 50).double())
         seqs = [make(temperature=0)] * 50
         found = sampler.sample(logits, draws, seqs, NONE_PENDING, FEATURES, library)

@@ -262,14 +262,12 @@ class CheckedScheduler(ObservedScheduler):
 
     def schedule(self) -> Batch:
         running, waiting = list(self.running), list(self.waiting)
-        decodes = [seq for seq in running
-                   if seq.num_uncomputed_tokens == 1 and not seq.is_awaited]
+        decodes = [seq for seq in running if seq.num_uncomputed_tokens == 1]
         num_steps = self.counters["num_steps"]
         batch = super().schedule()
         assert self.counters["num_steps"] == num_steps + bool(batch.sequences)
         if not batch.sequences:
-            assert any(seq.is_awaited or seq.num_uncomputed_tokens == 0
-                       for seq in [*self.running, *self.waiting])
+            assert any(seq.num_uncomputed_tokens == 0 for seq in [*self.running, *self.waiting])
             self.counters["empty_batches"] += 1
             return batch
         self.check_batch(batch, running, waiting)
@@ -290,7 +288,7 @@ class CheckedScheduler(ObservedScheduler):
             assert 0 < batch.num_tokens[index] <= seq.num_uncomputed_tokens
             assert (index in sampled) == (batch.num_tokens[index] == seq.num_uncomputed_tokens)
             assert len(seq.block_table) == self.block_manager.num_blocks_to_hold(seq)
-        assert not any(seq.is_awaited for seq in batch.sequences)
+        assert not any(seq.needs_tokens and seq.token_ids[-1] < 0 for seq in batch.sequences)
         victims = [seq for seq in running_before if seq not in self.running]
         admitted = [seq for seq in waiting_before if seq in self.running]
         priorities = [seq.priority for seq in self.waiting]

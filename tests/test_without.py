@@ -193,7 +193,6 @@ for run_ahead in (False, True):
     assert first.output().outputs[0].token_ids == expected[0]
     assert second.output().outputs[0].finish_reason == "abort"
     assert tokens() == expected
-    check_refused(lambda: llm.generate(prompts, SamplingParams(options=dict(onse=1))), "'once'")
     llm.close()
     for closed in (llm.generate, llm.stream, llm.add):
         check_refused(lambda: closed(prompts, params), "is closed", RuntimeError)

@@ -7,7 +7,9 @@ It fills three slots: where a model is found, how its config.json is read, and w
     quantized weights      are read by quantized/
     other families         are computed by transformers: see transformers_models/
 
-explain.py says first, if it is installed, why a folder cannot be run.
+explain.py says first, if it is installed, why a folder cannot be run. For the engine's own
+families, `check_own` finds odd entries of config.json that the engine by itself would not notice,
+and `context_length` knows how scaled rotary positions lengthen the context.
 """
 
 from collections.abc import Callable
@@ -19,11 +21,17 @@ from transformers import AutoConfig, PretrainedConfig
 
 from nanoengine import loader
 from nanoengine.config import EngineConfig
-from nanoengine.errors import naming
+from nanoengine.errors import naming, rejected
 from nanoengine.features import extension, part, shown
 from nanoengine.loader import weight_files
-from nanoengine.model import FAMILIES
+from nanoengine.model import FAMILIES, entry_of, window_of
 from nanoengine.model_runner import ModelRunner
+
+# The kinds of rotary positions that lengthen the context by a factor, and the entry that is
+# multiplied: vLLM's rule (`_get_and_verify_max_len`). For llama3, max_position_embeddings is the
+# length after the scaling. For yarn it can be the length before or after, and counts only if the
+# other entry is absent: transformers then sets that to the same number.
+LENGTHENED = {"linear": "max_position_embeddings", "yarn": "original_max_position_embeddings"}
 
 
 def find_model(model: str | Path, config: EngineConfig, name: str) -> Path:
@@ -60,7 +68,37 @@ def load_config(folder: Path, config: EngineConfig) -> PretrainedConfig:
         if config.model_impl == "transformers" or config.model_impl == "auto" and not is_own:
             asked = f"architectures={found.architectures}"
             return extension("models.transformers_models", asked).describe(found)
-    return loader.load_config(folder)
+    own = loader.load_config(folder)
+    with naming(folder / "config.json"):
+        check_own(own)
+        own.max_position_embeddings = context_length(own)
+    return own
+
+
+def check_own(config: PretrainedConfig) -> None:
+    """Raises ValueError for entries that transformers and the engine understand differently."""
+    if config.num_attention_heads % max(1, config.num_key_value_heads):
+        raise rejected("the model's num_attention_heads", config.num_attention_heads,
+                       f"a multiple of num_key_value_heads={config.num_key_value_heads}")
+    # transformers has windows in some layers of these families, too
+    kinds = vars(config).get("layer_types") or []
+    if "sliding_attention" in kinds and not entry_of(config, "layer_types"):
+        raise rejected("the model's layer_types", kinds, "only 'full_attention'")
+    # with a window of 1, transformers contradicts itself: its cache keeps all keys
+    windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
+    if any(window is not None and window < 2 for window in windows):
+        raise rejected("the model's sliding_window", config.sliding_window, "at least 2")
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Returns how many tokens the model can see: see `LENGTHENED`."""
+    rope = config.rope_parameters
+    length = config.max_position_embeddings
+    scaled = LENGTHENED.get(rope["rope_type"])
+    # without a factor, it is the length after the scaling
+    if not scaled or rope["factor"] is None:
+        return length
+    return int(rope.get(scaled, length) * rope["factor"])
 
 
 def any_loader(runner: ModelRunner, load: Callable) -> Callable:

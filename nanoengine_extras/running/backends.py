@@ -1,9 +1,9 @@
-"""More attention backends, for a GPU without flash-attn: more rows for the table `BACKENDS`.
+"""More attention backends: more rows for the table `BACKENDS`.
 
+    numba     on a CPU: the kernel of nanoengine_extras.cpu, which takes the place of the model's
+              own attention
     triton    the kernel of nanoengine_extras.gpu, for any GPU and dtype
-    varlen    PyTorch's own build of flash-attn's kernels
-
-The engine asks for these rows when it chooses a backend for a GPU.
+    varlen    on a GPU: PyTorch's own build of flash-attn's kernels
 """
 
 from typing import Any
@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from nanoengine.attention import Backend
-from nanoengine.kernels import kernels
+from nanoengine.features import kernels
 from nanoengine.step_inputs import StepInputs
+
+
+def has_numba(device: str, dtype: torch.dtype) -> bool:
+    """Whether nanoengine_extras.cpu can replace the model's attention with its kernel."""
+    return device == "cpu" and dtype != torch.half and bool(kernels(device).empty_cache)
 
 
 def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
@@ -56,5 +61,6 @@ def has_varlen(device: str, dtype: torch.dtype) -> bool:
 
 
 PARTS = {"backends": {
+    "numba": Backend(None, has_numba, rank=3),
     "triton": Backend(triton_attention, has_triton, 3, has_graphs=True),
     "varlen": Backend(varlen_attention, has_varlen, 2, block_multiple=256, has_graphs=True)}}

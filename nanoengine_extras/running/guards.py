@@ -87,6 +87,6 @@ def warn_of_slower_attention(runner: Any) -> None:
 
 
 def can_run(scheduler: Scheduler) -> bool:
-    """Whether a sequence could run now; paused beams and pending tokens wait."""
-    ready = any(seq.num_uncomputed_tokens and not seq.is_awaited for seq in scheduler.running)
+    """Whether a sequence could run now; paused beams wait."""
+    ready = any(seq.num_uncomputed_tokens for seq in scheduler.running)
     return ready or (not scheduler.running and scheduler.can_admit_head())

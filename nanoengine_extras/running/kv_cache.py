@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from nanoengine.attention import Backend, backends
 from nanoengine.config import EngineConfig
 from nanoengine.errors import Condition, logger, rejected
-from nanoengine.kernels import kernels
+from nanoengine.features import kernels
 
 # how numbers are stored; "fp8_e4m3" is vLLM's other name
 STORED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -122,7 +122,7 @@ def choice_of(config: EngineConfig) -> Callable[..., str]:
     """Returns the function in place of `choose_backend`."""
     def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
         stored, asked = STORED[config.kv_cache_dtype], f"kv_cache_dtype={config.kv_cache_dtype!r}"
-        table = backends(device)
+        table = backends()
         usable = [each for each in table.keys() - OTHERS if table[each].works(device, dtype)]
         if name not in ("auto", *usable):
             raise rejected("attention_backend", name, f"one of {sorted(usable)} with {asked}")

@@ -68,7 +68,7 @@ def largest_batch(runner: ModelRunner) -> Batch:
     seq.edits = tuple(OBSERVERS[file] for file in files)
     return Batch(sequences=[seq] * num_seqs, starts=[longest - num_tokens] * num_seqs,
                  num_tokens=[num_tokens] * num_seqs,
-                 sampled=[Row(i % num_seqs, seq, longest) for i in range(config.max_num_seqs)])
+                 sampled=[Row(i % num_seqs, seq, longest) for i in range(len(runner.last_sampled))])
 
 
 class AllWritten(Feature):

@@ -95,8 +95,7 @@ class Overtaking:
         """Preempts the longest sequence with enough blocks for a head that does not fit."""
         manager = scheduler.block_manager
         head = scheduler.waiting[0]
-        # a head whose last token is awaited does not wait for blocks
-        if head.is_awaited or scheduler.can_admit_head():
+        if scheduler.can_admit_head():
             return
         num_missing = manager.num_blocks_to_hold(head) - manager.num_free_blocks
         victims = [seq for seq in scheduler.running if "gave_way" not in seq.kept

@@ -24,7 +24,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nanoengine.engine import Engine
-from nanoengine.kernels import kernels
+from nanoengine.features import kernels
 from nanoengine.llm import LLM, Driver
 from nanoengine.requests import Request
 

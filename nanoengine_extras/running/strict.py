@@ -26,7 +26,8 @@ from nanoengine.errors import rejected
 from nanoengine.features import shown
 from nanoengine.observers import Feature
 from nanoengine.policies import TABLES
-from nanoengine.requests import one_for_each
+from nanoengine.requests import InputProcessor, one_for_each
+from nanoengine.sampling_params import SamplingParams
 from nanoengine_extras import OBSERVERS
 from nanoengine_extras.running import free_memory
 
@@ -158,15 +159,17 @@ class Strict:
             value = getattr(replace(options, **{name: value}), name)
         return value
 
-    def call(self, prompts: Any, params: Any, priority: Any, kind: type) -> None:
-        """Checks the form of the arguments of `LLM.generate`. kind: the class of the params."""
+    def call(self, prompts: Any, params: Any, priority: Any, inputs: InputProcessor) -> None:
+        """Checks the form of the arguments of `LLM.generate`, and the names of options that belong
+        to features."""
         if not isinstance(prompts, (str, dict, list, tuple)):
             raise rejected("prompts", prompts, FORMS)
         if isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral):
             prompts = [prompts]
         for place, prompt in enumerate(prompts):
             check_prompt(f"prompts[{place}]", prompt)
-        for name, value, of in (("sampling_params", params, kind), ("priority", priority, int)):
+        for name, value, of in (("sampling_params", params, SamplingParams),
+                                ("priority", priority, int)):
             values = one_for_each(value, len(prompts))
             accepted = Integral if of is int else of
             are_right = all(isinstance(each, accepted) and type(each) is not bool
@@ -174,6 +177,11 @@ class Strict:
             if value is not None and not (are_right and len(values) == len(prompts)):
                 found = f"a list of {len(values)}" if are_right else value
                 raise rejected(name, found, f"one {of.__name__}, or {len(prompts)} of them")
+        known = [name for feature in inputs.features.values() for name in feature.OPTIONS]
+        for each in one_for_each(params, 1):
+            for name in (each.options if each else {}).keys() - known:
+                raise rejected(f"options[{name!r}]", each.options[name],
+                               f"an option of a feature: {known}")
 
     def memory(self, weights: Iterable[Tensor], device: str) -> None:
         """Raises ValueError if weights do not fit a device, before anything is allocated: the

@@ -171,7 +171,7 @@ class RankRunner(ModelRunner):
         pinned = buffer.pin_memory() if self.device == "cuda" else buffer
         _, hidden = self.forward(copies, pinned, shape)
         # an empty chunk gets no logits, as on rank 0
-        for part in filter(len, hidden.split(self.config.max_num_seqs)):
+        for part in filter(len, hidden.split(len(self.last_sampled))):
             self.model.lm_head(part)
         # from rank 0
         self.group.finish(self.group.backend.broadcast([self.last_sampled]))

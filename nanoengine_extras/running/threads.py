@@ -9,7 +9,7 @@ forever.
 import threading
 
 from nanoengine.engine import Engine
-from nanoengine.kernels import kernels
+from nanoengine.features import kernels
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Batch, Sequence

@@ -47,7 +47,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.errors import Condition, naming
 from nanoengine.model_runner import ModelRunner
-from nanoengine.observers import Features
+from nanoengine.observers import Feature, Features
 from nanoengine.sequence import NO_TOKEN, Batch, Copies, Row, Sequence
 from nanoengine.step_inputs import Launched
 
@@ -129,12 +129,6 @@ CONDITIONS: list[Condition] = [
      f"one of {[*SPECULATION]}, or a function like these"),
     ("speculation", lambda c: c.device != "cuda", "'none' on a GPU"),
     ("run_ahead", lambda c: not c.run_ahead, "False with speculation, which needs each token")]
-
-
-def num_more_rows(config: EngineConfig) -> int:
-    """Returns how many more rows of logits than `max_num_seqs` a step can have."""
-    # several ranks share max_num_seqs tokens
-    return MOST_GUESSES if config.tensor_parallel_size == 1 else 0
 
 
 class SpeculatingEngine(Engine):
@@ -232,7 +226,8 @@ class SpeculatingEngine(Engine):
         """
         asked: dict[Sequence, Any] = {}
         vocabulary = self.vocabulary
-        sharing = self.features.observers["fork"]
+        sharing = [name for name, feature in self.features.items()
+                   if type(feature).fork != Feature.fork]
         for _, seq, position in batch.sampled:
             # in slots that the sequence holds, and before its maximum length
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
@@ -241,7 +236,7 @@ class SpeculatingEngine(Engine):
             # no guesses for beams, nor if a feature without `fork` edits the sequence, since it can
             # keep a state, as a user's processors do
             is_beam = seq.needs_tokens and not (grammar or seq.params.bad_words)
-            is_alone = is_beam or not all(self.features.get(name) in sharing for name in seq.edits)
+            is_alone = is_beam or not {*sharing} >= {*seq.edits}
             odds = seq.kept.setdefault("odds", {})
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own
@@ -312,4 +307,4 @@ class SpeculatingEngine(Engine):
         return copy
 
 
-PARTS = {"engine": SpeculatingEngine, "num_more_rows": num_more_rows}
+PARTS = {"engine": SpeculatingEngine}

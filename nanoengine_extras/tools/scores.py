@@ -58,7 +58,7 @@ def score(llm: LLM, prompts: Any, continuations: Any, use_tqdm: bool = True) -> 
     Raises ValueError for bad input. A continuation has to add a token to its prompt, and a text can
     have max_model_len tokens.
     """
-    also_check("call", prompts, None, None, SamplingParams)
+    also_check("call", prompts, None, None, llm.inputs)
     is_one = isinstance(prompts, (str, dict)) or isinstance(next(iter(prompts), None), Integral)
     if is_one:
         prompts, continuations = [prompts], [continuations]

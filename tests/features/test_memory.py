@@ -37,6 +37,7 @@ def test_the_largest_step(max_num_seqs, max_num_batched_tokens, max_model_len, e
     runner: Any = object.__new__(ModelRunner)
     runner.config, runner.max_model_len = config, max_model_len
     runner.features = Features(ALWAYS)
+    runner.last_sampled = [0] * max_num_seqs
     batch = largest_batch(runner)
     assert batch.num_tokens == expected and len(batch.sampled) == max_num_seqs
     graphs: Any = CudaGraphs(max_num_seqs)
@@ -55,7 +56,7 @@ def test_the_largest_step_is_tried_before_the_cache_has_its_size(make_llm, monke
         runner.allocate(0, max_model_len)
         batch = largest_batch(runner)
         launched = runner.launch(batch)
-        assert len(launched.wait()) == 4 and runner.blocks.nbytes == runner.block_bytes
+        assert len(launched.wait()) == 36 and runner.blocks.nbytes == runner.block_bytes
         return 9 * runner.block_bytes + 1
 
     monkeypatch.setattr(ModelRunner, "measure_free_bytes", measure_free_bytes)

@@ -9,7 +9,7 @@ from conftest import GREEDY, generate, random_prompts
 from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.kernels import kernels
+from nanoengine.features import kernels
 from nanoengine_extras.running.metrics import metrics_of
 
 

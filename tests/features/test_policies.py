@@ -67,23 +67,6 @@ def test_a_head_that_does_not_fit_overtakes_in_one_step(base, run_ahead):
     assert Counter(seq for batch in batches for seq, *_ in batch.preempted).most_common()[0][1] == 1
 
 
-def test_a_head_that_only_waits_for_its_token_overtakes_nobody():
-    """It has been preempted while its last token was in flight; there is room for it."""
-    engine, (first, second, _) = crowded(scheduling=overtaking("mixed"), run_ahead=True)
-    first.needs_tokens = True
-    first.max_num_tokens = second.max_num_tokens = 8
-    engine.add(first)
-    engine.add(second)
-    engine.step()
-    scheduler = engine.scheduler
-    scheduler.advance(engine.in_flight.batch)
-    scheduler.preempt(first)
-    assert first.is_awaited and not scheduler.can_admit_head()
-    scheduler.preempted.clear()
-    scheduler.schedule()
-    assert [*scheduler.waiting] == [first] and [*scheduler.running] == [second]
-
-
 def test_a_static_batch_that_decodes_gives_way_to_nobody():
     engine, seqs = crowded(scheduling=overtaking("static"))
     engine.add(seqs[0])

@@ -147,8 +147,14 @@ MESSAGES = {"role": "user", "content": "a"}
         [1, np.float64(1)], [1, np.bool_(True)], [1, True], [1, "1"], [], [1], "", 0.0, {}, True))])
 def test_a_bad_call(prompts, priority, message):
     with pytest.raises(ValueError, match=f"^{message}") as error:
-        check_call(prompts, None, priority, SamplingParams)
+        check_call(prompts, None, priority, None)
     assert len(str(error.value)) < 400
+
+
+def test_an_option_that_no_feature_has(llm):
+    for params in (SamplingParams(options=dict(onse=1)), [GREEDY, SamplingParams(options=dict(two=2))]):
+        check_refused(r"options\[.*\]=[12] .* an option of a feature", llm.generate,
+                      ["a", "b"], params)
 
 
 def test_priorities_that_are_accepted(llm):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import generate
 
-from nanoengine.kernels import Kernels
+from nanoengine.features import Kernels
 from nanoengine_extras.running import threads
 
 

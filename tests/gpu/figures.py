@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanoengine.attention import BACKENDS, has_flash_attn  # noqa: E402
-from nanoengine.kernels import Kernels  # noqa: E402
+from nanoengine.features import Kernels  # noqa: E402
 from nanoengine.sampler import sample  # noqa: E402
 from nanoengine.sampling_params import SamplingParams  # noqa: E402
 from nanoengine.sequence import Sequence  # noqa: E402

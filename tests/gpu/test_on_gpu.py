@@ -15,7 +15,7 @@ from feature_helpers import FEATURES, constrain
 import nanoengine_extras.running.backends  # noqa: F401  adds its backend
 from nanoengine import LLM, BeamSearchParams, SamplingParams, sampler
 from nanoengine.attention import backends, choose_backend
-from nanoengine.kernels import PLAIN, kernels
+from nanoengine.features import PLAIN, kernels
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Draws
@@ -37,7 +37,7 @@ LONG = 100
 
 def fast_backends() -> list[str]:
     found = []
-    for name in backends("cuda"):
+    for name in backends():
         try:
             found.append(choose_backend(name, "cuda", torch.bfloat16, 256))
         except ValueError:

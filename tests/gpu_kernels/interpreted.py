@@ -21,7 +21,7 @@ import nanoengine_extras.gpu
 from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
 from nanoengine.attention import gather_attention
-from nanoengine.kernels import Kernels
+from nanoengine.features import Kernels
 from nanoengine.loader import load_model
 from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of

@@ -184,7 +184,7 @@ def check_model(runner: Any, model: Any, causal: Any) -> None:
     optimize_modules(causal, runner)
     backend = runner.backend
     # the runner makes the same choice afterwards
-    is_in_model = backends(runner.device)[backend].is_in_model
+    is_in_model = backends()[backend].is_in_model
     if is_in_model and not runner.kernels.knows_attention(model):
         backend, is_in_model = "gather", False
     runner.kernels.optimize(model, has_attention=is_in_model)
@@ -244,7 +244,7 @@ def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
     size = runner.config.block_size
     length = ids.shape[1]
     num_blocks = 2 * -(-length // size)
-    chosen = backends(runner.device)[backend]
+    chosen = backends()[backend]
     caches = make(runner.model_config, num_blocks + 1, size, dtype, runner.device, chosen)
     model.bind(torch.empty(2, length, device=runner.device), caches, chosen.attend)
     seqs = [Sequence("", row, length, length) for row in ids.tolist()]

@@ -65,7 +65,7 @@ class SimulatedRunner:
         num_host_blocks = int(config.swap_space * 2**30 / self.block_bytes)
         self.copier = SimpleNamespace(host_blocks=range(num_host_blocks))
         features = Features(["running.guards"])
-        features.add({"Metrics": Metrics(lambda: self.now)})
+        features.update({"Metrics": Metrics(lambda: self.now)})
         self.engine = make_engine(config, cast(Any, self), features)
 
     def launch(self, batch: Batch) -> Launched:
