@@ -152,7 +152,8 @@ def test_a_bad_call(prompts, priority, message):
 
 
 def test_an_option_that_no_feature_has(llm):
-    for params in (SamplingParams(options=dict(onse=1)), [GREEDY, SamplingParams(options=dict(two=2))]):
+    one, two = SamplingParams(options=dict(onse=1)), SamplingParams(options=dict(two=2))
+    for params in (one, [GREEDY, two]):
         check_refused(r"options\[.*\]=[12] .* an option of a feature", llm.generate,
                       ["a", "b"], params)
 
