@@ -49,8 +49,9 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
     out = torch.empty_like(query)
     starts = step.query_starts.tolist()
     for seq, length in enumerate(step.lengths.tolist()):
-        # (2, blocks, block_size, kv_heads, head_dim), cut after the last key
+        # (2, blocks, block_size, kv_heads, head_dim)
         blocks = cache[:, step.block_tables[seq]]
+        # cut after the last key
         keys, values = blocks.flatten(1, 2)[:, :length].transpose(1, 2)
         # in pieces of 256 queries, since the weights of all queries at once would be a huge
         # float32 tensor
@@ -101,9 +102,9 @@ def has_flash_attn(device: str, dtype: torch.dtype) -> bool:
 class Backend:
     """A way to compute attention, and its requirements.
 
-    attend: the function that the model calls: see `gather_attention`. None: the attention is in
-        the model (`is_in_model`), since a library has put a kernel there that also computes norms
-        and rotation, and writes the cache (`nanoengine_extras.cpu.optimize`).
+    attend: the function that the model calls: see `gather_attention`. It is None if a library of
+        kernels replaces the attention in the model (`is_in_model`): its kernel also computes norms
+        and rotation, and writes the cache.
     works: whether it works on a device ("cpu" or "cuda") with a dtype.
     rank: "auto" takes the working backend with the highest rank; 0: it is chosen only by name.
     block_multiple: the block size must be a multiple of this.

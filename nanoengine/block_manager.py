@@ -116,7 +116,7 @@ class BlockManager:
         if parent:
             if parent.num_computed_tokens > num_shared_tokens:
                 self.copies.copy_on_write[fresh[0]] = parent.block_table[len(shared)]
-            # the copy has the K and V of the other tokens
+            # the shared blocks and the copy have the K and V of all that the parent has computed
             seq.num_computed_tokens = parent.num_computed_tokens
             seq.block_hashes = parent.block_hashes[:]
         return num_shared_tokens
@@ -189,9 +189,8 @@ class BlockManager:
         """Adds to the prefix cache all blocks that are full once the tokens before `stop` are
         computed.
 
-        A block can be registered before its K and V exist, if they are written before anyone
-        reads them. The step that is being scheduled does so: each layer writes the K and V of the
-        whole batch before it reads any.
+        A block may be registered before its K and V are written. This is safe: in each layer, a
+        step first writes the K and V of the whole batch, and only then reads any.
         """
         num_full = stop // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_computed_tokens // self.block_size, num_full):

@@ -34,7 +34,7 @@ class EngineConfig(Options):
     revision: the branch, tag or commit of a Hugging Face id.
     download_dir: the folder for downloads; by default Hugging Face's own cache.
     dtype: the type of weights and KV cache: "bfloat16", "float16" or "float32"; "auto": bfloat16,
-        but float32 on a CPU without instructions for bfloat16.
+        but float32 on a CPU without instructions for bfloat16, and on a CPU without kernels.
     quantization: "int8" or "int4" rounds the weights to 8 or 4 bits when they are loaded, in groups
         of 32; None leaves them as they are. A model that is already quantized (GGUF, AWQ, GPTQ,
         FP8 and others) needs no option.
@@ -61,9 +61,9 @@ class EngineConfig(Options):
         included. Weights, the largest step and CUDA graphs are measured; the KV cache gets the
         rest.
     enforce_eager: no CUDA graphs for decode steps.
-    attention_backend: a name in the table `BACKENDS` of attention.py: "numba" on a CPU;
-        "flash-attn", "triton" or "varlen" on a GPU; "gather" on both; "auto": the fastest that
-        works here.
+    attention_backend: "numba" on a CPU; "flash-attn", "triton" or "varlen" on a GPU; "gather" on
+        both; or a name that you add to the table `BACKENDS` of attention.py; "auto": the fastest
+        that works here.
     kernels: if False, only the plain PyTorch code of model.py, attention.py and sampler.py runs.
         It is slow, but a debugger can stop at any line that you read.
     run_ahead: launch a step before the previous step's tokens are known; results do not change.

@@ -112,6 +112,7 @@ def padded(batch: Batch, size: int) -> Batch:
     starts = batch.starts + [0] * missing
     rows = batch.sampled + [Row(0, dummy, 1)] * missing
     order = sorted(range(size), key=starts.__getitem__, reverse=True)
+    # the inverse: where each sequence has gone
     places = sorted(range(size), key=order.__getitem__)
     return Batch(
         sequences=[sequences[index] for index in order], starts=[starts[index] for index in order],

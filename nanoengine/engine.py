@@ -21,13 +21,13 @@ advances step 1: the tokens join their sequences as pending tokens, whose ids co
     device                     ├────────── step 1 ──────────┤├────────── step 2 ──────────┤├───
     tokens of step 1              ▲ they are pending                  ▲ and get their ids
 
-A │ separates two calls to `step`. Between two calls no token is pending: a call begins
-by advancing the step in flight, and collects its tokens before it returns.
+A │ separates two calls to `step`. A call begins by adding the pending tokens of the step in flight,
+and gives them their ids before it returns. So a client never sees a pending token.
 
 If step 1 samples the token that ends a sequence, step 2 is already in flight with this sequence.
 What step 2 samples for it is dropped. Its blocks are freed at once, although step 2 still writes to
-them: a device runs its steps in order, so a new owner's K and V are written later. Since they may
-have a new owner, `Scheduler.advance` does not register the blocks of a sequence that has ended.
+them. This is safe: a device runs its steps in order, so a new owner writes after step 2. But the
+blocks may belong to a new owner by then, so `Scheduler.advance` does not register them.
 
 Optional features observe these steps: see observers.py.
 """

@@ -6,15 +6,16 @@ and can be deleted on its own. It plugs into the engine in one of four ways:
     an observer    a `Feature`: the engine calls it when something happens, and it may edit logits:
                    see observers.py
     a function     named in a table, or a user's own: see policies.py
-    a slot         a class or function that replaces one of the engine's: see `part`
+    a slot         a class or function that replaces one of the engine's, where the engine says
+                   `part("the name of the slot", config, its own)`: see `part`
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
 Fast kernels for a device come from two libraries, nanoengine_extras.cpu and nanoengine_extras.gpu:
 see `Kernels`. The engine needs neither. With `LLM(model, kernels=False)` it uses neither.
 
-The engine uses a feature if an option (`of`), a method of `LLM` (`call_of`), the name of a policy
-or a backend, or the model's files need it; or if it is installed, and a table of
-nanoengine_extras/__init__.py makes it standard. What a feature replaces stands in its own file.
+The engine loads a feature if something needs it: an option (`of`), a method of `LLM` (`call_of`),
+the name of a policy or a backend, or the model's files. Some features are always loaded if they are
+installed: tables in nanoengine_extras/__init__.py name them.
 """
 
 import logging
@@ -142,8 +143,8 @@ class Kernels(NamedTuple):
         temperature of each row, `draw` draws from the logits themselves.
     first_max: returns the maximum of each row of logits, and its first index.
     has_bfloat16: whether a CPU computes faster in bfloat16 than in float32.
-    check_process: raises RuntimeError in a forked process where a computation would hang. Returns
-        a function that repeats the check and raises in every process but this one.
+    check_process: raises RuntimeError if this is a forked process, in which a computation would
+        hang. It returns a function; called in another process than this one, that raises, too.
     end_threads: ends this thread's OpenMP threads, which slow down those of another thread.
     """
 

@@ -144,7 +144,8 @@ class LLM(AbstractContextManager):
             only with scheduling_policy="priority".
 
         Raises ValueError for bad input before anything is generated, and RuntimeError if the engine
-        is closed, or if an error in another call breaks a shared step.
+        is closed, if an error in another call breaks a shared step, or, without the feature
+        shared_steps, if requests of another call have not ended.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         bar_of = part("progress_bar", self.config, lambda engine: tqdm)(self.engine)

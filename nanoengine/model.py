@@ -11,7 +11,8 @@ says which models can be loaded.
 This is plain PyTorch, and complete. If a kernel library for the device is installed (features.py),
 it replaces some of these forwards with faster ones; a comment at each of them says so. It
 recognises a forward by its code, so one that you change or override stays. To step through this
-file, attention.py and sampler.py with a debugger, use LLM(model, kernels=False).
+file, attention.py and sampler.py with a debugger, or to change functions there that a library
+replaces, use LLM(model, kernels=False).
 """
 
 from collections.abc import Callable

@@ -73,7 +73,7 @@ class ModelRunner:
         choose = part("choose_backend", config, lambda config: choose_backend)(config)
         self.backend = choose(config.attention_backend, self.device, self.dtype, config.block_size)
         self.graphs = CudaGraphs(config.max_num_seqs)
-        # with some room for the guesses of speculation
+        # with room for guesses: speculation.py adds at most 32 rows
         num_rows = config.max_num_seqs + 32
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
@@ -194,8 +194,8 @@ class ModelRunner:
         return self.model(known_ids(step.token_ids, self.last_sampled), step)
 
     def sample(self, batch: Batch, step: StepInputs, hidden: Tensor) -> Launched:
-        """Computes logits and tokens, for at most len(last_sampled) rows at a time: memory was
-        measured for this many rows, and forks that begin can be more."""
+        """Computes logits and tokens, for at most len(last_sampled) rows at a time. Memory was
+        measured for that many rows; when forks begin, there can be more."""
         size = len(self.last_sampled)
         tokens = hidden.new_empty(len(batch.sampled), dtype=torch.int64)
         for start in range(0, len(tokens), size):
@@ -205,9 +205,9 @@ class ModelRunner:
             tokens[these] = sample(logits, step.draws.of(these), [row.seq for row in rows],
                                    self.last_sampled, self.features, self.kernels)
             self.features.call("drawn", rows, logits, tokens[these])
-        # If there are more rows than last_sampled holds, the next step waits for the tokens on the
-        # host. NO_TOKEN is stored as token 0: once the host sees it, it ends the sequence, and
-        # drops what a step that is already launched computes for it.
+        # If there are more rows than last_sampled can hold, the engine waits for this step's tokens
+        # before the next launch. NO_TOKEN is stored as token 0: a step that is in flight may
+        # compute with it; the host drops the result.
         self.last_sampled[:len(tokens)] = tokens[:size].clamp(min=0)
         # into pinned memory
         tokens = tokens.to("cpu", non_blocking=True)

@@ -48,9 +48,9 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """Speculation draws tokens after guesses, for a copy of the sequence that has the guesses:
-        give the copy what `edit` reads. If a feature without this method edits a sequence,
-        speculation makes no guesses for it."""
+        """`copy` is a copy of `seq` with guesses at its end: speculation draws the tokens after
+        them. Give it what `edit` reads. If a feature edits a sequence but lacks this method,
+        speculation makes no guesses for that sequence."""
 
     def scheduled(self, batch: Batch) -> None:
         """A step has been scheduled; it is empty if no sequence can run. A feature may add rows to

@@ -43,7 +43,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     features: by name; a sequence's `edits` names those that change its row of logits.
     library: its `draw` can draw from the logits themselves, if nothing is edited or truncated.
 
-    A row with NaN or infinity, or whose constraints permit no token, gets NO_TOKEN.
+    A row with NaN or a positive infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
     # 1. What does each row need? A row that is edited or truncated needs a copy. A plain draw needs
     #    one only if the library cannot draw from logits. All other rows are greedy.
@@ -141,7 +141,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
     weights = scores.masked_fill(scores < least, -torch.inf).exp_()
     if "top_p" in truncations:
         total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        # of equal weights, the first ones are kept
+        # of equal weights, the first ones are kept; `scatter` brings them back into their order
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
         is_kept = before < draws.top_p[:, None] * total

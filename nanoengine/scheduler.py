@@ -107,9 +107,9 @@ class Scheduler:
         preempted none.
         """
         manager = self.block_manager
-        # A running sequence has blocks for all its tokens but, at most, the newest one: so each
-        # sequence here lacks exactly one block. One without blocks still waits: it cannot run, even
-        # if a policy chose it.
+        # A running sequence has blocks for all its tokens, or for all but the newest. So each
+        # sequence here lacks exactly one block. A policy may choose a waiting sequence, too: it has
+        # no blocks, and is skipped.
         lacking = [seq for seq in candidates
                    if 0 < len(seq.block_table) * manager.block_size < len(seq.token_ids)]
         has_room = len(lacking) <= manager.num_free_blocks
@@ -200,8 +200,9 @@ class Scheduler:
                     # the prefix cache forgets its blocks, whose K and V can be NaN as well
                     self.block_manager.forget(seq.block_hashes)
                     del seq.token_ids[-1]
-                    reason = "no token can be sampled: the logits are not finite, or constraints"
-                    error = seq.error or f"request {seq.request_id}: {reason} forbid all tokens"
+                    reason = ("no token can be sampled: "
+                              "the logits are not finite, or constraints forbid all tokens")
+                    error = seq.error or f"request {seq.request_id}: {reason}"
                     self.finish(seq, "error", str(error))
                 elif token_id in seq.end_tokens:
                     self.finish(seq, "stop", seq.end_tokens[token_id])

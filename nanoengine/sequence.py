@@ -12,9 +12,10 @@ Both classes are plain data, without tensors.
     computed     ─────────────────────────────▶              num_computed_tokens = 6
     block_table  [   4      ] [      9       ] [  2     ]    blocks of 3 tokens
 
-A step computes tokens that have no K and V yet, here "a", or "a fox". If only the newest token is
-left, this is called a decode. If several are left, as at the start, it is a prefill; a long one is
-cut into chunks, one for each step. To the kernels, a chunk of one token is a decode, too.
+A step computes tokens that have no K and V yet. In the example these are "a" and "fox"; a step
+computes both, or only the first. If only the newest token is left, this is called a decode. If
+several are left, as at the start, it is a prefill; a long one is cut into chunks, one for each
+step. To the kernels, a chunk of one token is a decode, too.
 """
 
 from array import array
@@ -38,7 +39,8 @@ def hash64(seed: int, number: int) -> int:
 
 
 def fresh(make: Any = lambda: None) -> Any:
-    """A field that no constructor takes: a new object, or a fork, begins with `make()`."""
+    """A field that is not an argument of the constructor. Each new object, also a fork, starts with
+    `make()`."""
     return field(default_factory=make, init=False)
 
 
@@ -139,8 +141,8 @@ class Row(NamedTuple):
 
 @dataclass(repr=False)
 class Batch:
-    """One step, as the scheduler decided it. When the step is launched, the runner also reads the
-    tokens, block tables and parameters of its sequences.
+    """One step, as the scheduler planned it. At launch, the runner also reads tokens, block tables
+    and parameters from the sequences themselves.
 
     For sequence i, the step computes `num_tokens[i]` tokens from `starts[i]` on. Both are copies:
     a batch can still be read after its sequences change.
