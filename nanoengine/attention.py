@@ -16,23 +16,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from nanoengine.config import EngineConfig
 from nanoengine.errors import rejected
 from nanoengine.features import extension, kernels, optional, part, shown
 from nanoengine.step_inputs import StepInputs
 
 
-def make_caches(config: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
-                device: str, backend: "Backend") -> Tensor:
+def make_caches(config: EngineConfig, model: PretrainedConfig, num_blocks: int, dtype: torch.dtype,
+                backend: "Backend") -> Tensor:
     """K and V, (layers, 2, num_blocks, block_size, kv_heads, head_dim).
 
     The memory is zeroed, because padded rows of a CUDA graph read block 0. The CPU's kernel has
     its own layout, in which only whole blocks can be copied.
     """
-    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+    shape = (num_blocks, config.block_size, model.num_key_value_heads, model.head_dim)
     # a library is imported only if its attention is used
-    if backend.is_in_model and (empty_cache := kernels(device).empty_cache):
-        return empty_cache(config.num_hidden_layers, *shape, dtype)
-    return torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
+    if backend.is_in_model and (empty_cache := kernels(config.device).empty_cache):
+        return empty_cache(model.num_hidden_layers, *shape, dtype)
+    return torch.zeros(model.num_hidden_layers, 2, *shape, dtype=dtype, device=config.device)
 
 
 # -------------------------------------------------------------------------------- backends
@@ -132,22 +133,25 @@ def backends() -> dict[str, Backend]:
     return part("backends", None, {}) | BACKENDS
 
 
-def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
-    """Returns the backend with this name, or for "auto" the fastest one for this device and dtype.
+def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:
+    """Returns the name of the backend that the config asks for; for "auto", that of the fastest one
+    for its device and this dtype.
 
     Raises ValueError for a backend that cannot work here.
     """
+    name = config.attention_backend
     if name not in ["auto", *BACKENDS]:
         extension("running.backends", f"attention_backend={shown(name)}")
     table = backends()
     # one that is asked for does not import the libraries of the others
-    if name not in table or not table[name].works(device, dtype):
-        usable = [each for each in table if table[each].works(device, dtype)]
+    if name not in table or not table[name].works(config.device, dtype):
+        usable = [each for each in table if table[each].works(config.device, dtype)]
         if name != "auto":
-            raise rejected("attention_backend", name, f"one of {usable} for {dtype} on {device}")
+            accepted = f"one of {usable} for {dtype} on {config.device}"
+            raise rejected("attention_backend", name, accepted)
         # "gather" works everywhere
         name = max(usable, key=lambda each: table[each].rank)
     multiple = table[name].block_multiple
-    if block_size % multiple:
-        raise rejected("block_size", block_size, f"a multiple of {multiple} for {name}")
+    if config.block_size % multiple:
+        raise rejected("block_size", config.block_size, f"a multiple of {multiple} for {name}")
     return name

@@ -153,12 +153,12 @@ def weight_files(folder: Path) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str,
-               load_format: str = "auto", place: Callable = place_on,
-               read: Callable = lambda tensor, target: tensor[:],
+def load_model(options: EngineConfig, config: PretrainedConfig, folder: Path, dtype: torch.dtype,
+               place: Callable = place_on, read: Callable = lambda tensor, target: tensor[:],
                opened: Callable = safe_open) -> Decoder:
     """Returns the model with its weights in `dtype`; load_format="dummy" makes random ones.
 
+    options: of the engine; config: of the model.
     place: allocates memory for the weights.
     read: reads the part of a checkpoint's tensor that belongs in its target.
     opened: opens a file of weights. Offloading, tensor parallelism and quantization replace
@@ -169,9 +169,9 @@ def load_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     """
     with torch.device("meta"):
         model = Decoder(config).to(dtype).requires_grad_(False)
-    place(model, device)
-    if load_format == "dummy":
-        extension("models.dummy").fill(model, config, device)
+    place(model, options.device)
+    if options.load_format == "dummy":
+        extension("models.dummy").fill(model, config, options.device)
         return model
     # each tensor of the checkpoint goes to its part of a parameter, until all are filled
     missing = checkpoint_tensors(model)

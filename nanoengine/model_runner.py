@@ -70,8 +70,8 @@ class ModelRunner:
         self.device = config.device
         self.dtype = choose_dtype(config.dtype, self.device, config.kernels)
         self.kernels = kernels(self.device, config.kernels)
-        choose = part("choose_backend", config, lambda config: choose_backend)(config)
-        self.backend = choose(config.attention_backend, self.device, self.dtype, config.block_size)
+        choose = part("choose_backend", config, choose_backend)
+        self.backend = choose(config, self.dtype)
         self.graphs = CudaGraphs(config.max_num_seqs)
         # with room for guesses: speculation.py adds at most 32 rows
         num_rows = config.max_num_seqs + 32
@@ -105,12 +105,10 @@ class ModelRunner:
 
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` go to the loader; tensor parallelism passes some."""
-        config = self.config
-        load = part("load_model", config, lambda config: load_model)(config)
+        load = part("load_model", self.config, load_model)
         # sources.py, a feature, loads quantized weights, and models of transformers
         load = part("any_loader", None, lambda runner, load: load)(self, load)
-        return load(folder, self.model_config, self.dtype, self.device, config.load_format,
-                    **options)
+        return load(self.config, self.model_config, folder, self.dtype, **options)
 
     def close(self) -> None:
         """Ends the processes of other ranks, if there are any."""
@@ -119,9 +117,9 @@ class ModelRunner:
 
     def make_caches(self, num_blocks: int) -> Tensor:
         """Returns memory for K and V of these blocks: see attention.py."""
-        make = part("make_caches", self.config, lambda config: make_caches)(self.config)
-        return make(self.model_config, num_blocks, self.config.block_size, self.dtype, self.device,
-                    backends()[self.backend])
+        make = part("make_caches", self.config, make_caches)
+        backend = backends()[self.backend]
+        return make(self.config, self.model_config, num_blocks, self.dtype, backend)
 
     def allocate(self, num_kv_blocks: int, max_model_len: int) -> None:
         """Gives the model its rotary angles and its KV cache, with block 0 in front, and records

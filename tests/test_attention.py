@@ -17,11 +17,14 @@ from fake_gpu import FakeGpu
 from nanoengine import LLM, SamplingParams, attention, features as seams
 from nanoengine.attention import (
     BACKENDS, Backend, backends, choose_backend, gather_attention)
+from nanoengine.config import EngineConfig
 from nanoengine.features import optional
 from nanoengine.model import Attention
 
-# adds rows to the table, if it is there
-optional("nanoengine_extras.running.backends")
+
+def chosen(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
+    config = EngineConfig("m", device=device, attention_backend=name, block_size=block_size)
+    return choose_backend(config, dtype)
 
 
 def make_layer(kv_heads, group_size, head_dim, window, norms):
@@ -133,17 +136,17 @@ def test_the_choice_of_a_backend(
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     optional.cache_clear()
-    assert choose_backend("auto", device, dtype, 256) == expected
-    assert choose_backend("gather", device, dtype, 16) == "gather", "it can always be asked for"
-    assert choose_backend(expected, device, dtype, 256) == expected
+    assert chosen("auto", device, dtype, 256) == expected
+    assert chosen("gather", device, dtype, 16) == "gather", "it can always be asked for"
+    assert chosen(expected, device, dtype, 256) == expected
     ranked = ["flash-attn", "triton", "varlen"]
     for name in backends().keys() - {expected, "gather"}:
         # one of a lower rank may work as well
         if expected not in ranked or name not in ranked[ranked.index(expected):]:
             with pytest.raises(ValueError, match=f"attention_backend='{name}' .* one of"):
-                choose_backend(name, device, dtype, 256)
+                chosen(name, device, dtype, 256)
     if expected in ("flash-attn", "varlen"):
-        check_refused("block_size=16 .* multiple of 256", choose_backend, "auto", device, dtype, 16)
+        check_refused("block_size=16 .* multiple of 256", chosen, "auto", device, dtype, 16)
 
 
 # flash-attn 4 is a package of this name, and has other functions
@@ -157,10 +160,10 @@ def test_a_package_that_cannot_be_used_falls_through_to_the_next_backend(
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.12.0"))
     optional.cache_clear()
-    assert choose_backend("auto", "cuda", torch.bfloat16, 256) == "varlen"
+    assert chosen("auto", "cuda", torch.bfloat16, 256) == "varlen"
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     with pytest.raises(ValueError, match="attention_backend='flash-attn'"):
-        choose_backend("flash-attn", "cuda", torch.bfloat16, 256)
+        chosen("flash-attn", "cuda", torch.bfloat16, 256)
 
 
 def test_a_backend_from_outside_works_by_its_name(tiny, monkeypatch):
@@ -177,7 +180,7 @@ def test_a_backend_from_outside_works_by_its_name(tiny, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=4)
     for backend in (Backend(attend, works), Backend(attend, works, rank=9)):
         monkeypatch.setitem(BACKENDS, "mine", backend)
-        name = choose_backend("auto", "cpu", torch.float32, 16)
+        name = chosen("auto", "cpu", torch.float32, 16)
         assert name == ("mine" if backend.rank else "numba"), "a candidate only if it says so"
         with LLM(tiny, dtype="float32", attention_backend="mine", **options) as llm:
             assert llm.metrics()["attention_backend"] == "mine"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.config import EngineConfig
 from nanoengine.loader import checkpoint_tensors, load_config, load_eos, load_model
 from nanoengine_extras.cpu import optimize
 from nanoengine_extras.cpu.modules import PackedLinear
@@ -58,7 +59,8 @@ def test_sharded_checkpoints_give_the_same_model(make_model, tmp_path):
 
 def test_every_parameter_is_loaded_exactly_once(make_model):
     folder, reference = make_model("Qwen2", head_dim=None)
-    model = load_model(Path(folder), load_config(Path(folder)), torch.float32, "cpu", "auto")
+    model = load_model(
+        EngineConfig("m", device="cpu"), load_config(Path(folder)), Path(folder), torch.float32)
     targets = checkpoint_tensors(model)
     expected = {re.sub("^model.", "", name): parameter
                 for name, parameter in reference.state_dict().items()}
@@ -69,7 +71,8 @@ def test_every_parameter_is_loaded_exactly_once(make_model):
 
 def test_weights_are_packed(make_model):
     folder, _ = make_model("Llama", tie_word_embeddings=True)
-    model = load_model(Path(folder), load_config(Path(folder)), torch.float32, "cpu", "auto")
+    model = load_model(
+        EngineConfig("m", device="cpu"), load_config(Path(folder)), Path(folder), torch.float32)
     optimize(model)
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(linears) == 13 and all(linear.is_packed for linear in linears)

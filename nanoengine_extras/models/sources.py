@@ -104,15 +104,14 @@ def context_length(config: PretrainedConfig) -> int:
 def any_loader(runner: ModelRunner, load: Callable) -> Callable:
     """Returns a function with the arguments of `loader.load_model`. load: what loads a model of
     model.py."""
-    model_config = runner.model_config
-
-    def load_any(folder: Path, *arguments: Any, **options: Any) -> Any:
-        if runner.config.quantization or vars(model_config).get("quantization_config"):
+    def load_any(config: EngineConfig, model_config: PretrainedConfig, folder: Path,
+                 dtype: torch.dtype, **options: Any) -> Any:
+        if config.quantization or vars(model_config).get("quantization_config"):
             options |= extension("models.quantized", "its quantization").slots(runner, folder)
         finish = options.pop("finish", lambda model: model)
         if model_config.model_type not in FAMILIES:
             return extension("models.transformers_models").load(runner, folder, **options)
-        model = load(folder, *arguments, **options)
+        model = load(config, model_config, folder, dtype, **options)
         # the caller can have another default device
         with torch.device("cpu"):
             return finish(model)

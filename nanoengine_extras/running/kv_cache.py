@@ -19,7 +19,7 @@ The engine asks this file for its backend and its cache. Of the backends, "numba
 "gather" can read 8 bits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -101,40 +101,37 @@ class EightBits:
         return (numbers.view(self.stored).float() * scales[..., None]).to(self.dtype)
 
 
-def caches_of(config: EngineConfig) -> Callable[..., EightBits]:
-    """Returns the function in place of `make_caches`."""
-    def make_caches(model: PretrainedConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
-                    device: str, backend: Backend) -> EightBits:
-        head_dim = model.head_dim
-        shape = model.num_hidden_layers, 2, num_blocks, block_size, model.num_key_value_heads
-        if backend.is_in_model and (empty_cache := kernels(device).empty_cache):
-            memory = empty_cache(shape[0], *shape[2:], head_dim, torch.int8)
-        elif head_dim % SCALE:
-            raise rejected("kv_cache_dtype", config.kv_cache_dtype,
-                           f"'auto' for heads of {head_dim} numbers, not a multiple of {SCALE}")
-        else:
-            memory = torch.zeros(*shape, head_dim + SCALE, dtype=torch.int8, device=device)
-        return EightBits(memory, STORED[config.kv_cache_dtype], dtype)
-    return make_caches
+def make_caches(config: EngineConfig, model: PretrainedConfig, num_blocks: int, dtype: torch.dtype,
+                backend: Backend) -> EightBits:
+    """In place of the function of this name in attention.py."""
+    head_dim = model.head_dim
+    shape = model.num_hidden_layers, 2, num_blocks, config.block_size, model.num_key_value_heads
+    if backend.is_in_model and (empty_cache := kernels(config.device).empty_cache):
+        memory = empty_cache(shape[0], *shape[2:], head_dim, torch.int8)
+    elif head_dim % SCALE:
+        raise rejected("kv_cache_dtype", config.kv_cache_dtype,
+                       f"'auto' for heads of {head_dim} numbers, not a multiple of {SCALE}")
+    else:
+        memory = torch.zeros(*shape, head_dim + SCALE, dtype=torch.int8, device=config.device)
+    return EightBits(memory, STORED[config.kv_cache_dtype], dtype)
 
 
-def choice_of(config: EngineConfig) -> Callable[..., str]:
-    """Returns the function in place of `choose_backend`."""
-    def choose_backend(name: str, device: str, dtype: torch.dtype, block_size: int) -> str:
-        stored, asked = STORED[config.kv_cache_dtype], f"kv_cache_dtype={config.kv_cache_dtype!r}"
-        table = backends()
-        usable = [each for each in table.keys() - OTHERS if table[each].works(device, dtype)]
-        if name not in ("auto", *usable):
-            raise rejected("attention_backend", name, f"one of {sorted(usable)} with {asked}")
-        if name == "auto":
-            name = max(usable, key=lambda each: table[each].rank)
-        is_new = device == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
-        if name == "triton" and stored.is_floating_point and not is_new:
-            raise rejected("kv_cache_dtype", config.kv_cache_dtype,
-                           "'int8': Triton has no e4m3 on this GPU")
-        logger.info(f"{asked}: K and V are rounded to 8 bits, and {name!r} reads them")
-        return name
-    return choose_backend
+def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:
+    """In place of the function of this name in attention.py."""
+    stored, asked = STORED[config.kv_cache_dtype], f"kv_cache_dtype={config.kv_cache_dtype!r}"
+    table = backends()
+    usable = [each for each in table.keys() - OTHERS if table[each].works(config.device, dtype)]
+    name = config.attention_backend
+    if name not in ("auto", *usable):
+        raise rejected("attention_backend", name, f"one of {sorted(usable)} with {asked}")
+    if name == "auto":
+        name = max(usable, key=lambda each: table[each].rank)
+    is_new = config.device == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+    if name == "triton" and stored.is_floating_point and not is_new:
+        raise rejected("kv_cache_dtype", config.kv_cache_dtype,
+                       "'int8': Triton has no e4m3 on this GPU")
+    logger.info(f"{asked}: K and V are rounded to 8 bits, and {name!r} reads them")
+    return name
 
 
-PARTS = {"make_caches": caches_of, "choose_backend": choice_of}
+PARTS = {"make_caches": make_caches, "choose_backend": choose_backend}

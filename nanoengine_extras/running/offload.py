@@ -8,11 +8,10 @@ the other, on a separate stream (ZeRO-Inference; Aminabadi et al., 2022, arXiv:2
     main stream   │ layer 0 ─────│ layers 1, 2 ─│ layers 3, 4 ─│ layer 5
 
 The parameters of a layer are views of its buffer, so the layer knows nothing about this, and CUDA
-graphs capture the copies like everything else. `ModelRunner.load_model` asks for `offloading`.
+graphs capture the copies like everything else. `ModelRunner.load_model` asks for `load_offloaded`.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +30,9 @@ CONDITIONS: list[Condition] = [
     ("cpu_offload_gb", lambda c: c.device != "cpu", "0 on a CPU")]
 
 
-def offloading(config: EngineConfig) -> Callable[..., Decoder]:
-    """Returns a `load_model` for a model that keeps layers of `cpu_offload_gb` on the host."""
+def load_offloaded(config: EngineConfig, *arguments: Any, **options: Any) -> Decoder:
+    """In place of `loader.load_model`: returns a model that keeps layers of `cpu_offload_gb` on the
+    host."""
     on_host: list[nn.Module] = []
 
     def place(model: Decoder, device: str) -> None:
@@ -41,12 +41,9 @@ def offloading(config: EngineConfig) -> Callable[..., Decoder]:
         place_on(nn.ModuleList(on_host), "cpu")
         place_on(nn.ModuleList(each for each in modules if each not in on_host), device)
 
-    def load(*arguments: Any, **options: Any) -> Decoder:
-        model = load_model(*arguments, **options | {"place": place})
-        Offload(model, on_host, "cuda")
-        return model
-
-    return load
+    model = load_model(config, *arguments, **options | {"place": place})
+    Offload(model, on_host, "cuda")
+    return model
 
 
 def choose_layers(layers: nn.ModuleList, num_bytes: float) -> list[nn.Module]:
@@ -106,4 +103,4 @@ class Offload:
                 self.buffers[number % 2].copy_(self.weights[number], non_blocking=True)
 
 
-PARTS = {"load_model": offloading}
+PARTS = {"load_model": load_offloaded}

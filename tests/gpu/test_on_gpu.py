@@ -15,6 +15,7 @@ from feature_helpers import FEATURES, constrain
 import nanoengine_extras.running.backends  # noqa: F401  adds its backend
 from nanoengine import LLM, BeamSearchParams, SamplingParams, sampler
 from nanoengine.attention import backends, choose_backend
+from nanoengine.config import EngineConfig
 from nanoengine.features import PLAIN, kernels
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import Sequence
@@ -39,7 +40,8 @@ def fast_backends() -> list[str]:
     found = []
     for name in backends():
         try:
-            found.append(choose_backend(name, "cuda", torch.bfloat16, 256))
+            found.append(choose_backend(
+                EngineConfig("m", device="cuda", attention_backend=name), torch.bfloat16))
         except ValueError:
             continue
     return found

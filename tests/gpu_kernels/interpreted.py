@@ -22,6 +22,7 @@ from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
 from nanoengine.attention import gather_attention
 from nanoengine.features import Kernels
+from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
 from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
@@ -706,7 +707,8 @@ def test_rows_of_all_kinds_side_by_side(kinds, dtype):
 
 def decoder(folder, dtype: torch.dtype, backend, num_blocks: int = 12):
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = load_model(Path(folder), config, dtype, DEVICE)
+    options = EngineConfig("m", device=DEVICE)
+    model = load_model(options, config, Path(folder), dtype)
     shape = num_blocks, 16, config.num_key_value_heads, config.head_dim
     caches = torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype)
     model.bind(plain.rope_table(config, 256).to(DEVICE), caches, backend)

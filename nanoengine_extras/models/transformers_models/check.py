@@ -189,7 +189,7 @@ def check_model(runner: Any, model: Any, causal: Any) -> None:
         backend, is_in_model = "gather", False
     runner.kernels.optimize(model, has_attention=is_in_model)
     with only(model, *few):
-        make = part("make_caches", runner.config, lambda config: make_caches)(runner.config)
+        make = part("make_caches", runner.config, make_caches)
         token_bytes = compare(
             runner, model, ids, wanted, backend, runner.dtype, MOST, has_experts, make)
     for place in model.waits[:1]:
@@ -245,7 +245,7 @@ def compare(runner: Any, model: Any, ids: Tensor, wanted: Tensor, backend: str,
     length = ids.shape[1]
     num_blocks = 2 * -(-length // size)
     chosen = backends()[backend]
-    caches = make(runner.model_config, num_blocks + 1, size, dtype, runner.device, chosen)
+    caches = make(runner.config, runner.model_config, num_blocks + 1, dtype, chosen)
     model.bind(torch.empty(2, length, device=runner.device), caches, chosen.attend)
     seqs = [Sequence("", row, length, length) for row in ids.tolist()]
     for number, seq in enumerate(seqs):
