@@ -435,6 +435,9 @@ OF_MLX = dict(weight=torch.ones(64, 16).int(), scales=torch.ones(64, 4), biases=
     (MLX, OF_MLX, "own.weight in .*I32 .* is not accepted: it must be U32"),
     (MLX, dict(weight=OF_MLX["weight"].view(torch.uint32)),
      r"own.weight in .*'U32' is not accepted.*own\.scales"),
+    # 128 inputs have two groups of 80, or of 96
+    (GPTQ | dict(group_size=96, dynamic={"+:other": dict(group_size=80)}),
+     in_gptq(torch.empty(8, 128), group=80)[0], "whose groups of 128 inputs differ in their numb"),
     *((ONE_SCALE, dict(weight=torch.ones(8, 16).to(dtype), weight_scale=torch.ones(1)),
        f"dtype of a weight with scales={dtype} .* must be one of .torch.float8_e4m3fn")
       for dtype in (torch.bfloat16, torch.float8_e5m2)),

@@ -144,9 +144,14 @@ class Index:
         found: Layouts = {}
         # if nothing is said: one for all, for each output, or for each input of transposed experts
         for rows, columns in self.blocks or [(0, 0), (1, 0), *[(0, 1)] * len(experts)]:
-            rows = rows or outputs
+            rows = min(rows or outputs, outputs)
             groups = torch.arange(inputs) // (columns or inputs) if order is None else order
-            found.setdefault((-(-outputs // rows), int(groups.max()) + 1), (rows, groups))
+            size = -(-outputs // rows), int(groups.max()) + 1
+            known = found.setdefault(size, (rows, groups))
+            # modules can differ in their groups, which only the number of scales shows
+            if known[0] != rows or not torch.equal(known[1], groups):
+                raise rejected("the model's quantization_config", self.entries,
+                               f"one whose groups of {inputs} inputs differ in their number")
         return found
 
 
