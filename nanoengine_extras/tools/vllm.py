@@ -86,6 +86,10 @@ class LLM(nanoengine.LLM):
         """Answers as nanoengine does."""
         return super().chat(messages, *arguments, **given(options))
 
+    def beam_search(self, prompts: Any, params: Any, **options: Any) -> list[Any]:
+        """Searches as nanoengine does."""
+        return super().beam_search(plain(prompts), params, **given(options))
+
     def get_metrics(self) -> list[Any]:
         """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""
         return [SimpleNamespace(name=f"vllm:{name}", value=n) for name, n in self.metrics().items()]

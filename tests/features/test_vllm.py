@@ -83,6 +83,15 @@ def test_keywords_of_calls(llm):
             call(prompts, GREEDY, lora_request="mine")
 
 
+def test_keywords_of_beam_search(llm):
+    params = nanoengine.BeamSearchParams(beam_width=2, max_tokens=4)
+    prompt = vllm.TextPrompt(prompt="47 + 85 =", multi_modal_data=None)
+    found = llm.beam_search([prompt], params, lora_request=None, concurrency_limit=None)
+    assert found == llm.beam_search(["47 + 85 ="], params)
+    with pytest.raises(TypeError, match="concurrency_limit"):
+        llm.beam_search([prompt], params, concurrency_limit=2)
+
+
 @pytest.mark.parametrize("method", [{"method": "ngram", "prompt_lookup_max": 5},
                                     {"model": "[ngram]"}])
 def test_guesses_from_the_prompt_by_their_name_in_vllm(bundled, llm, method):
