@@ -329,8 +329,9 @@ def test_tools_can_be_functions_where_a_template_takes_parts(prompt):
     chat = [{"role": "user", "content": "a"}]
     assert prompt(chat, template, tools=[rain]) == "rain:[a]"
     check_refused("tools: ", prompt, chat, template, tools=[5])
-    with pytest.raises(ValueError, match="tools=5 is not accepted: it must be a list of functions"):
-        prompt(chat, template, tools=5)
+    for tools in (5, 0, False):
+        check_refused(f"tools={tools} is not accepted: it must be a list of functions", prompt,
+                      chat, template, tools=tools)
 
 
 def test_the_form_can_be_given(prompt):
@@ -377,7 +378,7 @@ def test_without_a_template_the_error_says_what_to_do(bundled, template):
 
 @pytest.mark.parametrize("template, message", [
     *((dict(chat_template_kwargs=bad), "chat_template_kwargs=") for bad in (
-        5, "", "x", [], [("a", 1)], True, {"tokenize": True})),
+        5, "", "x", [], [("a", 1)], True, {"tokenize": True}, {1: "a"})),
     (5, "chat_template=5 is not accepted"), ("{% if %}", "chat_template: "),
     ("{{ 5 | nothing }}", "chat_template: "), ("{{ 1 / 0 }}", "messages: division by zero"),
     ("chat_template.jinja", "chat_template=.*a Jinja template: Path\\(…\\).read_text"),

@@ -71,7 +71,8 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     if not isinstance(chats, list) or not chats or not all(map(is_chat, chats)):
         raise rejected("messages", messages, "a list of {'role', 'content'}, or of such lists")
     further = {} if chat_template_kwargs is None else chat_template_kwargs
-    if not isinstance(further, dict) or "tokenize" in further:
+    is_named = isinstance(further, dict) and all(isinstance(name, str) for name in further)
+    if not is_named or "tokenize" in further:
         raise rejected("chat_template_kwargs", further, "a dict of variables, without 'tokenize'")
     if chat_template_content_format not in ("auto", "string", "openai"):
         raise rejected("chat_template_content_format", chat_template_content_format,
@@ -82,12 +83,12 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     if options["continue_final_message"] and options["add_generation_prompt"]:
         raise rejected("continue_final_message", options["continue_final_message"],
                        "False, or used with add_generation_prompt=False")
+    if not isinstance(options["tools"], (list, tuple, type(None))):
+        raise rejected("tools", options["tools"], "a list of functions, or of dicts")
     template = find_template(tokenizer, options.pop("chat_template"), options["tools"])
     if options["tools"]:
         if "tools" not in template:
             logger.warning("tools are dropped: the chat template does not use any")
-        if not isinstance(options["tools"], (list, tuple)):
-            raise rejected("tools", options["tools"], "a list of functions, or of dicts")
         with naming("tools"):
             options["tools"] = [tool if isinstance(tool, dict) else get_json_schema(tool)
                                 for tool in options["tools"]]
