@@ -61,7 +61,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     if drawn and library.draw:
         # a greedy row gets its likeliest token
         tokens = library.draw(of_seqs, draws.uniform, draws.temperature)
-        tokens = tokens.where(tokens >= 0, NO_TOKEN)
+        tokens.masked_fill_(tokens < 0, NO_TOKEN)
     else:
         copied = changed + drawn
         tokens = torch.empty_like(draws.top_k, dtype=torch.int64)

@@ -149,6 +149,7 @@ def test_graphs_where_no_step_waits_for_the_gpu(folder_of, name, has_graphs, cap
     (272, dict(dtype="float16"), True), slow(272, dict(dtype="float16", kernels=False), False),
     (16, dict(dtype="float16", enforce_eager=True), False)])
 def test_a_gpu(tmp_path, head_dim, options, has_graphs):
+    torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(**architectures.GEMMA | dict(head_dim=head_dim))
     transformers.Gemma3ForCausalLM(config).save_pretrained(tmp_path)
     with FakeGpu() as gpu, make_llm(tmp_path, **FLASH | options) as llm:
