@@ -1079,7 +1079,9 @@ def triton_kernel(query: Tensor, memory: Tensor, kind: Any, lengths: Tensor, sta
     """It takes float32 as well, numbers of 8 bits, and blocks of any size."""
     cache: Any = memory
     if kind:
-        cache = joined(memory, kind)[:, torch.arange(memory.shape[1])]
+        # only the blocks that are asked for: to convert all takes seconds
+        blocks, places = block_tables.unique(return_inverse=True)
+        cache, block_tables = joined(memory, kind)[:, blocks.long()], places
     counts = starts.diff().tolist()
     check_maximum("longest_query", longest_query, max(counts))
     check_maximum("longest_keys", longest_keys, int(lengths.max()))

@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, check_idle
@@ -174,23 +175,44 @@ COMMANDS = [
     (["--tasks", "far"], "check the network, since the data of a task is downloaded when it is")]
 
 
+# Each command is a fork of a process that has imported the harness, which takes seconds.
+RUN = """
+import json, os, runpy, sys
+import lm_eval.__main__, lm_eval.evaluator, lm_eval.tasks
+sys.path.insert(0, "")
+for out, error, *arguments in json.load(sys.stdin):
+    if (process := os.fork()) == 0:
+        for stream, name in ((1, out), (2, error)):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = ["nanoengine", *arguments]
+        runpy.run_module("nanoengine", run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+"""
+
+
 @needs_package
-@pytest.mark.parametrize("more, part", COMMANDS)
-def test_the_command_of_the_recipe(tasks, bundled, tmp_path, more, part):
+def test_the_command_of_the_recipe(tasks, tmp_path):
     """As printed, but for its task, which is on this disk. The harness's own device is a GPU."""
     recipes = (ROOT / "docs" / "recipes.md").read_text()
     line, = [line for line in recipes.splitlines() if " -m nanoengine eval " in line]
-    *printed, option, _ = shlex.split(line)
-    assert option == "--tasks"
+    _, module, name, *printed, option, _ = shlex.split(line)
+    assert (module, name, option) == ("-m", "nanoengine", "--tasks")
     far = {"task": "far", "dataset_path": "no-one/has-this", "output_type": "generate_until",
            "test_split": "test", "doc_to_text": "a", "doc_to_target": "b"}
     for task in (tasks[2], far):
         (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(task))
-    done = subprocess.run([sys.executable, *printed[1:], "--include_path", tmp_path, *more],
-                          cwd=ROOT, text=True, capture_output=True)
-    assert (done.returncode == 0) == (part == "exact_match"), done.stderr
-    text = done.stdout if done.returncode == 0 else done.stderr.splitlines()[-1]
-    assert part in text, done.stderr
+    files = [[str(tmp_path / f"{name}{number}") for name in ("out", "error")]
+             for number in range(len(COMMANDS))]
+    done = run_in_fork(RUN, json.dumps([
+        [*file, *printed, "--include_path", str(tmp_path), *more]
+        for file, (more, _) in zip(files, COMMANDS)]))
+    codes = [*map(int, done.stdout.split())]
+    assert len(codes) == len(COMMANDS), done.stderr
+    for code, names, (_, part) in zip(codes, files, COMMANDS):
+        out, error = (Path(name).read_text() for name in names)
+        assert (code == 0) == (part == "exact_match"), error
+        assert part in (out if code == 0 else error.splitlines()[-1]), error
 
 
 @pytest.mark.skipif(is_there, reason="lm-eval is installed")
