@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numba
 import pytest
 import torch
+from conftest import slow
 
 from cpu.reference import (
     BF16, F32, NO_NORMS, attend_by_kernel, attend_in_tiles, cpu_cache, make_step, no_turn,
@@ -26,7 +27,7 @@ PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
 SHAPES = [(2, 1, 16, 16, None, F32), (2, 2, 32, 16, None, F32), (2, 2, 32, 16, None, BF16),
           (1, 2, 64, 128, 7, BF16), (2, 4, 80, 5, None, BF16)]
 # shapes that no test of a small model has
-RARE = [pytest.param(*shape, marks=pytest.mark.slow) for shape in (
+RARE = [slow(*shape) for shape in (
     (1, 8, 128, 32, 300, BF16), (2, 2, 32, 3, 40, F32),
     (1, 4, 256, 32, None, F32), (1, 24, 64, 32, None, F32), (1, 24, 256, 32, None, F32),
     (1, 8, 512, 32, None, BF16), (2, 1, 512, 16, 40, F32), (3, 3, 24, 1, 40, F32),
@@ -105,7 +106,7 @@ def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [
-    pytest.param(F32, 1e-5, marks=pytest.mark.slow), (BF16, 2e-2)])
+    slow(F32, 1e-5), (BF16, 2e-2)])
 def test_a_sink_can_be_any_number(dtype, tolerance):
     """It takes all of the weight, or nothing; and a window hides all keys of the first spans."""
     torch.manual_seed(0)
@@ -141,7 +142,7 @@ def test_a_soft_cap_hides_no_nan():
     assert out[1, 0].isnan().all() and out[1, 1].isfinite().all() and out[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("block_size, head_dim, group_size", [(32, 64, 2), (32, 128, 8)])
+@pytest.mark.parametrize("block_size, head_dim, group_size", [(32, 64, 2), slow(32, 128, 8)])
 def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size, head_dim, group_size):
     torch.manual_seed(0)
     step = make_step([30, 1, 50], [0, 99, 270], block_size)
@@ -158,7 +159,7 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(block_size, head_dim, 
 
 
 @pytest.mark.parametrize("block_size, head_dim, group_size, dtype", [
-    (5, 80, 4, BF16), (3, 32, 2, F32), (16, 32, 2, F32), (16, 32, 2, BF16), (32, 64, 2, F32),
+    (5, 80, 4, BF16), slow(3, 32, 2, F32), (16, 32, 2, F32), (16, 32, 2, BF16), (32, 64, 2, F32),
     (32, 64, 2, BF16)])
 def test_what_is_unwritten_and_what_others_wrote_may_be_nan(
         block_size, head_dim, group_size, dtype):
@@ -189,7 +190,7 @@ PLAIN, CAPPED = {}, dict(soft_cap=5.0, sinks=torch.tensor([1.0, -2.0]))
 @pytest.mark.parametrize("chunk", [1, 3, 16, 37])
 @pytest.mark.parametrize("block_size, head_dim, group_size, options", [
     (16, 32, 2, PLAIN), (32, 64, 2, PLAIN), (16, 16, 2, CAPPED),
-    pytest.param(32, 64, 2, CAPPED, marks=pytest.mark.slow)])
+    slow(32, 64, 2, CAPPED)])
 def test_same_bits_however_a_prompt_is_chunked(
         block_size, head_dim, group_size, options, chunk, dtype):
     torch.manual_seed(0)

@@ -82,7 +82,7 @@ def test_what_is_not_finite_stays_so_in_its_own_head(stored, number):
 # ------------------------------------------------------------------- the kernel for a CPU
 
 SHAPES = [(2, 2, 32, 16, None, F32), (1, 2, 64, 128, 7, BF16),
-          *(pytest.param(*shape, marks=pytest.mark.slow) for shape in (
+          *(slow(*shape) for shape in (
               (2, 4, 80, 5, None, BF16), (3, 3, 24, 1, 40, F32), (3, 3, 24, 16, 40, BF16),
               (1, 8, 128, 32, 300, BF16), (1, 4, 256, 32, None, F32), (1, 24, 64, 32, None, F32)))]
 
@@ -118,7 +118,8 @@ def test_the_kernel_against_plain_torch(kv_heads, group_size, head_dim, block_si
 
 # ------------------------------------------------------------------------------ in the engine
 
-OPTIONS = dict(dtype="float32", block_size=8)
+# the shape of one of the kernels above
+OPTIONS = dict(dtype="float32", block_size=16)
 KINDS = {"kernel": {}, "plain": dict(kernels=False),
          "transformers": dict(model_impl="transformers")}
 PARAMS = [SamplingParams(seed=n, temperature=0.8 * (n % 2), n=1 + 2 * (n % 2), max_tokens=12,
@@ -127,7 +128,7 @@ PROMPTS = random_prompts([40, 3, 30, 17])
 PROMPTS += [PROMPTS[0][:20] + PROMPTS[1], PROMPTS[0]]
 SCHEDULES = [
     dict(run_ahead=True, scheduling="mixed", max_num_batched_tokens=16),
-    dict(num_kv_blocks=14), dict(num_kv_blocks=14, preemption_mode="swap", swap_space=0.01),
+    dict(num_kv_blocks=9), dict(num_kv_blocks=9, preemption_mode="swap", swap_space=0.01),
     dict(speculation="prompt-lookup"), dict(tensor_parallel_size=2)]
 
 
@@ -161,15 +162,15 @@ def test_a_block_takes_as_many_bytes_as_it_says(tiny):
             return runner.block_bytes
 
     for kernels in (True, False):
-        exact = block_bytes(kernels=kernels, dtype="bfloat16", block_size=16)
-        rounded = block_bytes(kernels=kernels, block_size=16, kv_cache_dtype="fp8_e4m3")
+        exact = block_bytes(kernels=kernels, dtype="bfloat16")
+        rounded = block_bytes(kernels=kernels, kv_cache_dtype="fp8_e4m3")
         # heads of 32, and 4 bytes for a scale
         assert rounded == exact * 36 // 64
 
 
 def test_the_log_says_that_k_and_v_are_rounded(tiny, caplog):
     with caplog.at_level("INFO", logger="nanoengine"):
-        LLM(tiny, kv_cache_dtype="int8").close()
+        LLM(tiny, **OPTIONS, kv_cache_dtype="int8").close()
     assert "kv_cache_dtype='int8': K and V are rounded to 8 bits" in caplog.text
 
 
@@ -183,6 +184,7 @@ def test_what_is_refused(tiny, options, message):
 
 
 def test_heads_that_plain_pytorch_cannot_store(make_model):
+    """But the kernel can."""
     folder, _ = make_model("Qwen3", num_hidden_layers=1, head_dim=18)
     with pytest.raises(ValueError, match="kv_cache_dtype='fp8' .*'auto' for heads of 18 numbers"):
         LLM(folder, kv_cache_dtype="fp8", kernels=False)
