@@ -16,6 +16,8 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 
 import psutil
@@ -191,9 +193,14 @@ def bundled() -> str:
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory):
-    """Saves a small random model of an architecture; returns its folder and transformers' model."""
+    """Saves a small random model of an architecture; returns its folder and transformers' model.
 
-    def make(architecture: str = "Qwen3", seed: int = 0, **changes):
+    Both are copies, which a test may change: to make the same model again takes longer.
+    """
+
+    made: dict[str, tuple] = {}
+
+    def make_first(architecture: str, seed: int, changes: dict) -> tuple:
         options = dict(
             vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
@@ -208,7 +215,15 @@ def make_model(tmp_path_factory):
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
         folder = tmp_path_factory.mktemp(architecture)
         model.save_pretrained(folder)
-        return str(folder), model
+        return folder, model
+
+    def make(architecture: str = "Qwen3", seed: int = 0, **changes):
+        if (key := repr((architecture, seed, changes))) not in made:
+            made[key] = make_first(architecture, seed, changes)
+        source, model = made[key]
+        folder = tmp_path_factory.mktemp(architecture)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        return str(folder), deepcopy(model)
 
     return make
 
@@ -217,6 +232,18 @@ def make_model(tmp_path_factory):
 def tiny(make_model) -> str:
     """The folder of a tiny Qwen3 without a tokenizer."""
     return make_model(num_hidden_layers=2)[0]
+
+
+@pytest.fixture
+def copy(tiny, tmp_path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(tiny, tmp_path / "copy"))
+
+
+@pytest.fixture
+def text_copy(bundled, tmp_path) -> Path:
+    """A copy of the bundled model, which has a tokenizer and a generation_config.json."""
+    return Path(shutil.copytree(bundled, tmp_path / "text"))
 
 
 @pytest.fixture(scope="session")
@@ -405,6 +432,12 @@ def check_refused(message: str, call: Callable, *arguments, **options) -> None:
     """A call raises a ValueError, in whose message the pattern is found."""
     with pytest.raises(ValueError, match=message):
         call(*arguments, **options)
+
+
+def in_thread(function, *arguments):
+    """The result, or the error, of a call in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result(timeout=60)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:

@@ -207,14 +207,16 @@ def ask(feature, deleted, names):
         assert not is_gone and feature not in refused, "it is accepted"
 
 def check(deleted):
-    names = begin(folders[deleted])
+    code = [each.get(name, "") for name in asked[deleted] for each in (cases, without)]
+    names = begin(folders[deleted], "".join(code))
     for feature in asked[deleted]:
         try:
             ask(feature, deleted, names)
         except Exception as error:
             raise AssertionError(f"{feature} without {deleted}") from error
     assert names["run"](names["llm"]).token_ids == names["tokens"]
-    names["llm"].close(), names["texts"].close()
+    for llm in filter(None, (names["llm"], names["texts"])):
+        llm.close()
 
 def imported():
     # without the kernels and the streets themselves

@@ -167,11 +167,8 @@ def alone(make_llm):
     return found
 
 
-# the other pairs are in test_random_requests.py
-@pytest.mark.parametrize("scheduling, run_ahead", [
-    ("prefill-first", False), ("mixed", True),
-    slow("static", True)])
-@pytest.mark.parametrize("options, happened", [
+# the fast tests have one of the first two pairs for each; others are in test_random_requests.py
+SCHEDULES = [
     (dict(), lambda m: m["prefix_cache_hits"] > 0 == m["num_preemptions"]),
     (dict(max_num_seqs=3), lambda m: 2 < m["batched_sequences"] / m["num_steps"] <= 3),
     (dict(max_num_seqs=4, max_num_batched_tokens=7),
@@ -196,10 +193,16 @@ def alone(make_llm):
      lambda m: m["num_preemptions"] > 0),
     (dict(num_kv_blocks=9, max_waiting=0, preemption_mode="swap"),
      lambda m: m["num_preemptions"] > 0),
-    (dict(num_kv_blocks=9, max_waiting=1, max_num_seqs=2), lambda m: m["num_preemptions"] > 0),
-])
-def test_tokens_do_not_depend_on_the_schedule(make_llm, alone, scheduling, run_ahead, options,
-                                              happened):
+    (dict(num_kv_blocks=9, max_waiting=1, max_num_seqs=2), lambda m: m["num_preemptions"] > 0)]
+PAIRS = [("prefill-first", False), ("mixed", True), ("static", True)]
+
+
+@pytest.mark.parametrize("options, happened, scheduling, run_ahead", [
+    (case if pair == place % 2 else slow(*case))
+    for place, each in enumerate(SCHEDULES) for pair in range(3)
+    for case in [(*each, *PAIRS[pair])]])
+def test_tokens_do_not_depend_on_the_schedule(make_llm, alone, options, happened, scheduling,
+                                              run_ahead):
     options = {"scheduling": scheduling} | options
     if "max_waiting" in options:
         options["scheduling"] = overtaking(scheduling, options.pop("max_waiting"))

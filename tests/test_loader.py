@@ -36,12 +36,6 @@ def tokens(folder) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.fixture
-def copy(tiny, tmp_path) -> Path:
-    """A copy of the tiny model, to be damaged."""
-    return Path(shutil.copytree(tiny, tmp_path / "copy"))
-
-
 def rewrite(folder: Path, change) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -254,12 +248,6 @@ def test_files_absent_or_truncated(copy):
 
 
 # ---------------------------------------------------------------------- files beside the weights
-
-
-@pytest.fixture
-def text_copy(bundled, tmp_path) -> Path:
-    """A copy of the bundled model, which has a tokenizer and a generation_config.json."""
-    return Path(shutil.copytree(bundled, tmp_path / "text"))
 
 
 @pytest.mark.parametrize("file, content, message", [

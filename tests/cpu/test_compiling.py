@@ -150,9 +150,13 @@ def test_kernels_are_compiled_once():
     assert is_compiled_once("""
 import torch
 from nanoengine_extras.cpu import attention, compiling, products
+from nanoengine_extras.cpu.packed import kernel, order
 products.product(torch.float32)
 attention.make_kernel(16, 1, 16, torch.float32)
-compiling.run_together()""")
+compiling.run_together()
+order.placing()
+for has_floats in (False, True):
+    kernel.product(torch.float32, has_floats)""")
 
 
 # ------------------------------------------------------------------- settings of the process

@@ -46,7 +46,6 @@ BFLOAT16 = OPTIONS | dict(dtype="bfloat16", block_size=32)
 class Format(NamedTuple):
     """entries: the model's quantization_config; left_out: the first of them that are left out
     is_packed: whether numbers stay packed; are_all: whether embeddings and heads are quantized, too
-    is_slow: it differs little from others
     """
 
     make: Callable[[Tensor], tuple[Parts, Tensor]]
@@ -54,7 +53,6 @@ class Format(NamedTuple):
     left_out: str = ""
     is_packed: bool = True
     are_all: bool = False
-    is_slow: bool = False
 
 
 # ------------------------------------------------------------------------------ whole numbers
@@ -302,7 +300,7 @@ FORMATS: dict[str, Format] = {
     "AutoRound": Format(in_gptq, AUTO_ROUND),
     "AutoRound 3": Format(partial(in_gptq, bits=3), AUTO_ROUND | dict(bits=3)),
     "AutoRound v2": Format(
-        partial(in_gptq, version=2), AUTO_ROUND | dict(packing_format="auto_round"), is_slow=True),
+        partial(in_gptq, version=2), AUTO_ROUND | dict(packing_format="auto_round")),
     "w4a16": Format(in_compressed, compressed(group_size=32)),
     "w8a16": Format(partial(in_compressed, bits=8), compressed(8, group_size=32)),
     "w8a16 channel": Format(
@@ -329,7 +327,7 @@ FORMATS: dict[str, Format] = {
     "FP8 static": Format(
         partial(in_fp8, rows=0, **ONE), STATIC, "input_activations, kv_cache_scheme"),
     "FP8 groups": Format(partial(in_fp8, columns=64), rounding(
-        "naive-quantized", strategy="group", group_size=64), "input_activations", is_slow=True),
+        "naive-quantized", strategy="group", group_size=64), "input_activations"),
     "W8A8": Format(in_int8, rounding("int-quantized", kind="int", strategy="channel"),
                    "input_activations"),
     "W8A8 zeros": Format(partial(in_int8, columns=64, has_zeros=True), rounding(
@@ -344,7 +342,7 @@ FORMATS: dict[str, Format] = {
         partial(in_fp4, size=16, name="weight"), MODELOPT, "input_activations, quant_algo",
         HAS_TABLES),
     "ModelOpt FP8": Format(
-        partial(in_fp8, rows=0, **ONE), MODELOPT_FP8, "kv_cache_scheme, quant_algo", is_slow=True),
+        partial(in_fp8, rows=0, **ONE), MODELOPT_FP8, "kv_cache_scheme, quant_algo"),
     "nf4": Format(partial(in_4_bits, kind="nf4"), BNB, is_packed=HAS_TABLES),
     "nf4 not nested": Format(
         partial(in_4_bits, kind="nf4", is_nested=False), BNB, is_packed=HAS_TABLES),

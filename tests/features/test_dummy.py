@@ -1,20 +1,10 @@
 """Random weights, with nothing to download."""
 
-import shutil
-from pathlib import Path
-
-import pytest
 from conftest import random_prompts
 
 from nanoengine import LLM
 
 PROMPTS = random_prompts([5, 30])
-
-
-@pytest.fixture
-def copy(tiny, tmp_path) -> Path:
-    """A copy of the tiny model, to be damaged."""
-    return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
 def test_dummy_weights_need_only_a_config_and_are_always_the_same(copy, tmp_path):

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +9,6 @@ from conftest import check_refused
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM
-
-
-@pytest.fixture
-def copy(tiny, tmp_path) -> Path:
-    """A copy of the tiny model, to be damaged."""
-    return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
 def check(folder, message: str, **options) -> None:

@@ -1,7 +1,6 @@
 """What `sampling_params=None` stands for."""
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,6 @@ from conftest import check_refused, for_feature
 from nanoengine import LLM, SamplingParams
 from nanoengine.loader import load_eos
 from nanoengine_extras.models.generation_config import load_defaults
-
-
-@pytest.fixture
-def text_copy(bundled, tmp_path) -> Path:
-    """A copy of the bundled model, which has a tokenizer and a generation_config.json."""
-    return Path(shutil.copytree(bundled, tmp_path / "text"))
 
 
 def test_defaults_come_from_the_generation_config(llm, monkeypatch):

@@ -119,7 +119,7 @@ MODELS: dict[str, tuple[str, str, Entries, Entries]] = {
         "rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.5**0.5,
         "attention.sliding_window": 0}),
     "gpt 2": ("gpt2", "GPT2", dict(
-        n_inner=128, num_attention_heads=16, num_key_value_heads=16), {}),
+        n_inner=128, num_attention_heads=8, num_key_value_heads=8), {}),
     "smollm3": ("smollm3", "SmolLM3", dict(rope_parameters=YARN), OF_YARN),
     "arcee": ("arcee", "Arcee", dict(mlp_bias=True), {}),
     "apertus": ("apertus", "Apertus", dict(rope_parameters=LOCAL), {}),

@@ -4,6 +4,7 @@ from importlib import import_module
 
 import compare
 import pytest
+from conftest import slow
 from transformers.models.llama import modeling_llama as llama
 
 from nanoengine import LLM
@@ -31,7 +32,7 @@ def found_in(folder, **options):
         return is_own, model.stack is not None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize("name, expected", [
     (name, expected) for expected, names in KINDS.items() for name in names])
 def test_layers_are_known(folder_of, name, expected, dtype):
@@ -39,6 +40,7 @@ def test_layers_are_known(folder_of, name, expected, dtype):
     # the tokens of the others are compared in test_transformers_models.py
     if name in ("gemma3_text", "biogpt", "glm4_moe", "arcee") and dtype == "float32":
         assert compare.compare(folder_of(name), max_tokens=12) == ("right", "")
+        assert found_in(folder_of(name), dtype="bfloat16") == expected
 
 
 @pytest.mark.parametrize("name, num_programs", [("llama", 2), ("glm4_moe", 3), ("arcee", 4)])

@@ -16,7 +16,6 @@ import torch
 import transformers
 from conftest import check_refused, greedy_reference, slow, token_ids
 from fake_gpu import FakeGpu
-from forks import is_compiled_once
 from formats import (
     BFLOAT16, GREEDY, OPTIONS, PROMPTS, check_weights, expected, generated, in_words,
     make_quantized, packed_of)
@@ -48,8 +47,12 @@ fixtures = make_gguf, make_quantized
 MANY = ["Q8_0", "Q6_K", "Q4_1", "F16", "Q5_0"]
 
 
+# of these types, the fast tests read single weights: see `test_a_packed_weight_of_gguf`
+SLOW = {*gguf_numbers.SIZES} - {"Q4_0", "Q4_K", "Q6_K"}
+
+
 @pytest.mark.parametrize("kinds, architecture, changes", [
-    *(([kind], "Qwen3", {}) for kind in gguf_header.TYPES),
+    *((slow if kind in SLOW else pytest.param)([kind], "Qwen3", {}) for kind in gguf_header.TYPES),
     (MANY, "Llama", {}), (MANY, "Llama", dict(attention_bias=True, mlp_bias=True)),
     (MANY, "Llama", dict(head_dim=32)), (MANY, "Mistral", dict(sliding_window=None)),
     (MANY, "Qwen2", {}), (MANY, "Qwen3", dict(tie_word_embeddings=True))])
@@ -529,16 +532,6 @@ def rows_to_compare() -> list:
 def test_products_have_the_bits_of_dequantized_weights(name, dtype, num_rows):
     weight = draw(192, 512, *PACKED[name])
     compare_products([weight], dtype, num_rows, bias=torch.randn(192))
-
-
-def test_kernels_are_compiled_once():
-    assert is_compiled_once("""
-import torch
-from nanoengine_extras.cpu.packed.kernel import product
-from nanoengine_extras.cpu.packed.order import placing
-placing()
-for has_floats in (False, True):
-    product(torch.float32, has_floats)""")
 
 
 @pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])

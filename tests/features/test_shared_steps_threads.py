@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import GREEDY, check_idle, generate, random_prompts, token_ids
+from conftest import GREEDY, check_idle, generate, in_thread, random_prompts, token_ids
 from forks import run_in_fork
 
 from nanoengine import SamplingParams
@@ -21,12 +21,6 @@ from nanoengine.engine import Engine
 from nanoengine.scheduler import Scheduler
 
 PARAMS = SamplingParams(seed=3, max_tokens=8)
-
-
-def in_thread(function, *arguments):
-    """The result, or the error, of a call in a thread of its own."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *arguments).result(timeout=60)
 
 
 def test_a_stream_may_be_read_in_another_thread(tiny_llm):

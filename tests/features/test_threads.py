@@ -3,21 +3,15 @@
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import generate
+from conftest import generate, in_thread
 
 from nanoengine.features import Kernels
 from nanoengine_extras.running import threads
-
-
-def in_thread(function, *arguments):
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *arguments).result(timeout=60)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")

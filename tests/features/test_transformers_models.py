@@ -109,12 +109,13 @@ SHORT = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.mark.parametrize("name", [
-    *map(slow, ("cohere2", "deepseek_v3", "mixtral", "gemma2")), "gpt_oss"])
-def test_schedules(folder_of, name):
+@pytest.mark.parametrize("name, names", [
+    *(slow(name, ()) for name in ("cohere2", "deepseek_v3", "mixtral", "gemma2", "gpt_oss")),
+    ("gpt_oss", ("mixed", "swap", "speculation"))])
+def test_schedules(folder_of, name, names):
     """Tokens, log-probabilities and beams are those of transformers; drawn tokens are the same
     under all schedules."""
-    assert schedules.faults(folder_of(name)) == ("right", "")
+    assert schedules.faults(folder_of(name), *names) == ("right", "")
 
 
 FLASH = dict(device="cuda", attention_backend="flash-attn", dtype="bfloat16", block_size=256,

@@ -53,14 +53,14 @@ def worst_score(outputs: list[Any], reference: Any) -> float:
     return worst
 
 
-def faults(folder: Path) -> tuple[str, str]:
-    """Returns "right" or "wrong", and what is wrong with a model under each schedule."""
+def faults(folder: Path, *names: str) -> tuple[str, str]:
+    """Returns "right" or "wrong", and what is wrong with a model under these schedules, or all."""
     reference = compare.load_reference(folder)
     expected = [[compare.expected_tokens(reference, prompt)] for prompt in PROMPTS]
     found = []
     others: list[Any] = []
-    for schedule, options in SCHEDULES.items():
-        with LLM(folder, **compare.OPTIONS | options) as llm:
+    for schedule in names or SCHEDULES:
+        with LLM(folder, **compare.OPTIONS | SCHEDULES[schedule]) as llm:
             outputs = llm.generate(PROMPTS, compare.GREEDY, use_tqdm=False)
             counts = llm.metrics()
             again = llm.generate(PROMPTS, compare.GREEDY, use_tqdm=False)

@@ -171,8 +171,8 @@ def test_a_model_is_found_as_its_options_say(
 
 @pytest.mark.parametrize("name, flags", [("gpt2", []), ("llama", ["--model-impl", "transformers"])])
 def test_models_of_transformers_have_no_limit(folder_of, tmp_path, name, flags):
-    found = run(bench, tmp_path, "--model", folder_of(name), *flags, *SMALL, "--num-kv-blocks", 40,
-                "--dtype", "float32")["medians"]["nanoengine"]
+    found = run(bench, tmp_path, "--model", folder_of(name), *flags, *SMALL, "--num-kv-blocks", 80,
+                "--block-size", 16, "--dtype", "float32")["medians"]["nanoengine"]
     assert found["output_tokens_per_second"] > 0 < found["kv_pool_mib"]
     assert not {"limit_percent", "weights_mib"} & found.keys()
 
