@@ -68,7 +68,7 @@ def alone(bundled, tokenizer):
         yield lambda prompt, params: llm.generate(prompt, params, use_tqdm=False)[0]
 
 
-SEEDS = [*range(5), *(slow(seed) for seed in range(5, 20))]
+SEEDS = [*range(3), *(slow(seed) for seed in range(3, 20))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -138,6 +138,7 @@ def tokens_of(llm, prompts, params) -> list:
     return [[each.token_ids for each in output.outputs] for output in outputs]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name, kind", [
     *(("fp8", kind) for kind in KINDS), ("int8", "kernel"), slow("int8", "plain"),
     slow("int8", "transformers")])

@@ -522,7 +522,7 @@ MACHINES = {"waits for memory": lambda count: 1 + 0.02 * count,
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("num_seqs", [1, 4])
+@pytest.mark.parametrize("num_seqs", [slow(1), 4])
 def test_it_guesses_where_it_pays(tiny_llm, machine, num_seqs):
     prompts = random_prompts([5 + number for number in range(num_seqs)])
     plain = seconds_of(tiny_llm, lambda seq: [], MACHINES[machine], prompts)
