@@ -60,11 +60,13 @@ def tasks(tmp_path_factory):
 def evaluate(tasks):
     """Returns the figures of a model, and what it said to each question."""
     import lm_eval
+    from lm_eval.tasks import TaskManager
 
     def run(model, only=None, **options):
         asked = [dict(task) for task in tasks if only is None or task["task"] in only]
         found = lm_eval.simple_evaluate(
-            model=model, tasks=asked, log_samples=True, bootstrap_iters=0, **options)
+            model=model, tasks=asked, log_samples=True, bootstrap_iters=0,
+            task_manager=TaskManager(include_defaults=False), **options)
         figures = {(task, name): value for task, values in found["results"].items()
                    for name, value in values.items() if isinstance(value, float)}
         answers = {task: [sample["resps"] for sample in
@@ -175,10 +177,13 @@ COMMANDS = [
     (["--tasks", "far"], "check the network, since the data of a task is downloaded when it is")]
 
 
-# Each command is a fork of a process that has imported the harness, which takes seconds.
+# Each command is a fork of a process that has imported the harness. It reads no tasks but ours:
+# those of the harness are thousands of files, which takes seconds.
 RUN = """
-import json, os, runpy, sys
-import lm_eval.__main__, lm_eval.evaluator, lm_eval.tasks
+import functools, json, os, runpy, sys
+import lm_eval.__main__, lm_eval.evaluator
+from lm_eval.tasks import TaskManager
+TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
 sys.path.insert(0, "")
 for out, error, *arguments in json.load(sys.stdin):
     if (process := os.fork()) == 0:
