@@ -9,6 +9,7 @@ inputs that share a scale. It knows no file format and no engine.
     weights.py      blocks of a weight are expanded and multiplied
     expanding.py    numbers become weights, in LLVM IR
     numbers.py      packed words become numbers, in LLVM IR
+    assembly.py     a few rows times numbers of 4 bits, for AVX2
 """
 
 from nanoengine_extras.cpu.packed.modules import PackedWeight, QuantizedEmbedding, QuantizedLinear

@@ -17,11 +17,12 @@ from numba import types
 from nanoengine_extras.cpu.vectors import (
     FLOATS, LANES, WORDS, add_pairs, array_at, call, fill, has, inlined, instruction,
     multiply_add, same, store, vector)
+from nanoengine_extras.cpu.packed import assembly
 from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
 from nanoengine_extras.cpu.packed.layout import ANY, EXPONENT, FLOAT, NESTED, TABLE
 from nanoengine_extras.cpu.packed.numbers import (
-    at_vector, floats_of, in_bytes, in_words, load_words, looked_up, opened_pairs,
-    small_floats)
+    at_vector, in_bytes, in_place, in_words, load_words, looked_up, of_bytes,
+    opened_pairs, small_floats)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
@@ -30,12 +31,11 @@ COLUMNS = 2 if has("avx512f") else 1
 # few rows take little time, so the weight is prefetched this many words before it is needed, into
 # this cache: into the second alone, AMD's CPUs read half as fast (measured on Zen 4)
 SOON, LEVEL = (2**10, 1) if has("clzero") else (2**11, 2)
-# for 16 outputs, of each of two halves: scales, and the numbers that are added
-SCALES = 2 * 2 * LANES
+# for 16 outputs, of each of two halves: the numbers that are added, and scales; without AVX-512,
+# halves have the same, and numbers of 4 bits have four scales
+SCALES = 2 * 2 * LANES if HAS_TABLES else assembly.SCALES
 # 16, where AVX-512 and ARM have 32
 FEW_REGISTERS = has("avx2") and not has("avx512f")
-# without AVX-512, halves have the same scales; instead, a sixteenth of them lies there
-UPPER_SCALE = 2 * LANES
 
 
 def load_of(builder, kind, data, first):
@@ -107,7 +107,7 @@ def weights_of(builder, data, place, upper, shift, table, scales, width, per_wor
     if width == FLOAT8:
         numbers = small_floats(builder, data, place)
     elif not HAS_TABLES:
-        numbers = floats_of(builder, data, place, LOWER[width])
+        numbers = in_place(builder, words) if width == 4 else of_bytes(builder, data, place)
     else:
         numbers = looked_up(builder, words, table) if width == 4 else marked(builder, words)
     yield from scaled(builder, numbers, 32 // LOWER[width], scales, per_word, turn)
@@ -131,11 +131,11 @@ def scaled(builder, numbers, count, scales, per_word, turn=None):
         own = scales
         for i, number in enumerate(numbers):
             half = i * per_word // count if HAS_TABLES else 0
-            scale, added = factors[2 * half:2 * half + 2]
+            added, scale = factors[2 * half:2 * half + 2]
             if not HAS_TABLES:
                 own = hidden(builder, own, turn) if turn else own
-                is_upper = count == 8 and i % 2
-                scale = builder.load(at_vector(builder, own, UPPER_SCALE if is_upper else 0))
+                number_of_scale = 1 + i % 4 if count == 8 else 1
+                scale = builder.load(at_vector(builder, own, LANES * number_of_scale))
             yield call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added)
     yield from in_words(builder, weights(), per_word)
 
@@ -164,6 +164,11 @@ def store_words(builder, lines, to, pitch, words):
 def add_weights(builder, rows, line, word, data, place, upper, shift, table, scales, sums, width,
                 per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
+    columns = range(max(COLUMNS, 2 * COLUMNS // count))
+    if FEW_REGISTERS and width == 4 and per_word == 1:
+        return assembly.add_by_hand(builder, rows, line, word, data, place, scales, sums, count,
+                                    len(columns))
+
     def add_column(i):
         own = builder.gep(scales, [place.type(i * SCALES)])
         places = [builder.add(each, place.type(i * LANES)) for each in (place, upper)]
@@ -172,9 +177,8 @@ def add_weights(builder, rows, line, word, data, place, upper, shift, table, sca
         for k, each in enumerate(words):
             at = builder.add(word, word.type(k))
             yield add_word(builder, rows, line, at, each, sums, i * count * LANES, per_word, count)
-    columns = map(add_column, range(max(COLUMNS, 2 * COLUMNS // count)))
     # AVX2 has few registers, and takes a word of each column in turn
-    for _ in chain(*columns) if COLUMNS > 1 else zip(*columns):
+    for _ in chain(*map(add_column, columns)) if COLUMNS > 1 else zip(*map(add_column, columns)):
         pass
 
 
@@ -259,7 +263,8 @@ def open_scales(data, at, above, kind, width, block_size, per_word, scales):
         added = scale * (fill(np.float32(-unit)) - zero)
         added = added + low if has_lows else added
         to = SCALES // LANES * c
-        open_half(scale * fill(np.float32(times)), scales, to, per_word)
-        open_half(added, scales, to + LANES, per_word)
-        if not HAS_TABLES and width == 4:
-            store(scales, to + UPPER_SCALE, scale * fill(np.float32(1 / 16)))
+        open_half(added, scales, to, per_word)
+        open_half(scale * fill(np.float32(times)), scales, to + LANES, per_word)
+        for i in range(2, 5 if not HAS_TABLES and width == 4 else 2):
+            scale = scale * fill(np.float32(1 / 16))
+            store(scales, to + i * LANES, scale)

@@ -57,11 +57,11 @@ def in_short(weight: Weight) -> Weight:
 def has_many_bits(weight: Weight) -> bool:
     """Whether products with scales need more bits than float32 has: those of a scale, and of a
     number minus its zero, or of 384, which expanding.py subtracts from numbers of 8 bits. Or
-    whether a sixteenth of a scale, which expanding.py needs for 4 bits, would be rounded."""
+    whether the smallest part of a scale that expanding.py needs for 4 bits would be rounded."""
     if weight.scales.dtype != torch.float32 or weight.table is not None:
         return False
-    sixteenths = weight.scales / 16
-    if weight.bits == 4 and not HAS_TABLES and not torch.equal(sixteenths * 16, weight.scales):
+    parts = weight.scales / 16**3
+    if weight.bits == 4 and not HAS_TABLES and not torch.equal(parts * 16**3, weight.scales):
         return True
     width = max(2, *(abs(int(each)).bit_length() for each in weight.numbers.aminmax()))
     width = width if weight.zeros is None else 9

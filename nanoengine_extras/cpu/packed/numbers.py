@@ -27,17 +27,22 @@ def load_words(builder, data, place):
     return builder.load(start, align=4)
 
 
-def floats_of(builder, data, place, bits):
-    """The numbers of four vectors of bytes, of 4 or 8 bits, from the lowest bits up, in float32.
-    Those of upper bits are 16 times as large, which saves shifting them."""
+def of_bytes(builder, data, place):
+    """The numbers of four vectors of bytes, in float32."""
     kind = ir.VectorType(ir.IntType(8), LANES)
     start = builder.bitcast(at_vector(builder, data, place), kind.as_pointer())
     for i in range(4):
         numbers = builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4)
-        words = builder.zext(numbers, WORDS)
-        for shift in range(0, 8, bits):
-            number = builder.and_(words, same(WORDS, 2**bits - 1 << shift))
-            yield builder.sitofp(number, FLOATS)
+        yield builder.sitofp(builder.zext(numbers, WORDS), FLOATS)
+
+
+def in_place(builder, words):
+    """The numbers of 4 bits of some words, from the lowest bits up, in float32. They stay where
+    they are in a half of a word, which saves shifting: number i is 16 ** (i % 4) times too large.
+    """
+    for half in (words, builder.lshr(words, same(WORDS, 16))):
+        for shift in range(0, 16, 4):
+            yield builder.sitofp(builder.and_(half, same(WORDS, 15 << shift)), FLOATS)
 
 
 def looked_up(builder, words, table):

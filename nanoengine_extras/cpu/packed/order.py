@@ -33,7 +33,7 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype) -> Ten
     A vector has 16 numbers: of 16 outputs; with AVX-512 in bfloat16, of two inputs of 8 outputs,
     interleaved, or of the other 8. The lanes of 16 words have the numbers of some vectors: of the
     first 8 outputs, then of the others. A vector of FP8 numbers is 16 bytes. So is one of 8 bits
-    without AVX-512; there, 16 bytes are two vectors of 4 bits, the first in the lower bits.
+    without AVX-512.
     """
     block, per_word = BLOCKS[dtype], 4 // dtype.itemsize if HAS_TABLES else 1
     x = numbers.unflatten(1, (-1, group // per_word, per_word))
@@ -43,7 +43,7 @@ def in_order(numbers: Tensor, group: int, width: int, dtype: torch.dtype) -> Ten
     # numbers of 4 bits, or 4 bytes; here, numbers of 5 and 6 bits count as bytes
     x = x.unflatten(2, (-1, (8 if width == 4 else 4) // per_word))
     x = x.unflatten(3, (-1, 2 if width == 4 else 1))
-    are_bytes = width == FLOAT8 or not HAS_TABLES
+    are_bytes = width == FLOAT8 or width == 8 and not HAS_TABLES
     order = (0, 1, 2, 6, 5, 3, 7, 4) if are_bytes else (0, 1, 2, 6, 7, 5, 3, 4)
     return x.permute(order).flatten(2)
 

@@ -69,10 +69,15 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
     kind, table = (storage, has_zeros, has_lows, zero), table_of(part)
     step = group // per_word
     across = max(COLUMNS, 2 * COLUMNS // count)
+    # of a block, what was not prefetched with the one before
+    for i in range(0, SOON, LANES):
+        prefetch(words, begin // 4 + i, LEVEL)
     for n in range(size_of_row // step):
         place = begin + n * record
         numbers = (place + head) // 4
         above = n // max(1, nested) * 2 * WIDE * (1 + has_lows)
+        for i in range(place // 4, numbers, LANES):
+            prefetch(words, i + SOON, LEVEL)
         open_scales(data, place, above, kind, width, WIDE, per_word, scales)
         for c in range(0, WIDE, across * LANES):
             # registers: all places are constants
