@@ -36,7 +36,7 @@ def test_the_smallest_exponents_are_kept():
 
 
 def test_small_scales_of_4_bits():
-    """A sixteenth of them is not always a float32 number."""
+    """A 4096th of them, which AVX2 needs, is not always a float32 number."""
     weight = formulas.Grouped(torch.randint(4, (64, 128), dtype=torch.uint8),
                               torch.full((64, 4), 2.0**-147), None, torch.arange(128) // 32, bits=4)
     assert (pack(weight, torch.float32) is not None) == HAS_TABLES
