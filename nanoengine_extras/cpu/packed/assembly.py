@@ -17,12 +17,10 @@ ADDRESS, HALF = ir.IntType(64), ir.VectorType(ir.FloatType(), LANES // 2)
 SCALES = 5 * LANES
 
 
-def text_of(count, columns):
-    """The instructions for words of `columns` * 16 outputs. Their operands are the sums, by
-    register of outputs and by row, and then addresses: of words, scales, masks, x of each row."""
-    vectors = 2 * columns
+def text_of(count, vectors):
+    """The instructions for words of `vectors` * 8 outputs. Their operands are the sums, by register
+    of outputs and by row, and then addresses: of words, scales, masks, x of each row."""
     # a sum is two operands, since it is read and written
-    sums = [[f"${v * count + r}" for r in range(count)] for v in range(vectors)]
     data, scales, masks, *rows = (f"${2 * vectors * count + i}" for i in range(3 + count))
     free = [f"%ymm{i}" for i in range(vectors * count, 16)]
     words, added, (*weights, mask, x) = free[:vectors], free[vectors:2 * vectors], free[-4:]
@@ -39,11 +37,11 @@ def text_of(count, columns):
             yield f"vfmadd132ps {place + 64 * (1 + i % 4)}({scales}), {added[v]}, {weight}"
             for r in range(count if v % 2 else 0):
                 yield f"vbroadcastss {4 * i}({rows[r]}), {x}"
-                yield f"vfmadd231ps {weights[0]}, {x}, {sums[v - 1][r]}"
-                yield f"vfmadd231ps {weights[1]}, {x}, {sums[v][r]}"
+                yield f"vfmadd231ps {weights[0]}, {x}, ${(v - 1) * count + r}"
+                yield f"vfmadd231ps {weights[1]}, {x}, ${v * count + r}"
 
 
-def add_by_hand(builder, rows, line, word, data, place, scales, sums, count, columns):
+def add_by_hand(builder, rows, line, word, data, place, scales, sums, count):
     """As `expanding.add_weights`."""
     masks = cgutils.global_constant(builder, "masks", ir.Constant(
         ir.ArrayType(ir.IntType(32), 4), [15, 15 << 4, 15 << 8, 15 << 12]))
@@ -51,7 +49,7 @@ def add_by_hand(builder, rows, line, word, data, place, scales, sums, count, col
         builder.gep(rows, [builder.add(builder.mul(line, line.type(r)), word)])
         for r in range(count)]
     held = [builder.bitcast(builder.gep(sums, [ADDRESS(first)]), HALF.as_pointer())
-            for c in range(0, columns * count, count) for half in (0, LANES // 2)
+            for c in range(0, max(count, 2), count) for half in (0, LANES // 2)
             for first in range(c * LANES + half, (c + count) * LANES, LANES)]
     size = len(held)
     kind = ir.FunctionType(ir.LiteralStructType([HALF] * size),
@@ -59,7 +57,7 @@ def add_by_hand(builder, rows, line, word, data, place, scales, sums, count, col
     operands = ["=x"] * size + [*map(str, range(size))] + ["r"] * len(pointers)
     changed = [f"~{{xmm{i}}}" for i in range(size, 16)] + ["~{memory}"]
     found = builder.asm(
-        kind, "; ".join(text_of(count, columns)), ",".join(operands + changed),
+        kind, "; ".join(text_of(count, size // count)), ",".join(operands + changed),
         [builder.load(each, align=32) for each in held] + [
             builder.ptrtoint(each, ADDRESS) for each in pointers], True)
     for i, each in enumerate(held):

@@ -21,8 +21,8 @@ from nanoengine_extras.cpu.packed import assembly
 from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER
 from nanoengine_extras.cpu.packed.layout import ANY, EXPONENT, FLOAT, NESTED, TABLE
 from nanoengine_extras.cpu.packed.numbers import (
-    at_vector, in_bytes, in_place, in_words, load_words, looked_up, of_bytes,
-    opened_pairs, small_floats)
+    at_vector, in_bytes, in_place, in_words, load_words, looked_up, opened_pairs,
+    small_floats)
 
 # up to this many rows are multiplied while the weight is expanded: registers hold their sums
 FEW = 4
@@ -39,7 +39,7 @@ FEW_REGISTERS = has("avx2") and not has("avx512f")
 
 
 def load_of(builder, kind, data, first):
-    """16 numbers of a type that begin at a byte."""
+    """16 numbers of a type that begin at a byte, or at a word of an array of words."""
     place = builder.bitcast(builder.gep(data, [first]), ir.VectorType(kind, LANES).as_pointer())
     return builder.load(place, align=1)
 
@@ -107,7 +107,9 @@ def weights_of(builder, data, place, upper, shift, table, scales, width, per_wor
     if width == FLOAT8:
         numbers = small_floats(builder, data, place)
     elif not HAS_TABLES:
-        numbers = in_place(builder, words) if width == 4 else of_bytes(builder, data, place)
+        numbers = in_place(builder, words) if width == 4 else (builder.uitofp(
+            load_of(builder, ir.IntType(8), data, builder.add(place, place.type(4 * i))), FLOATS)
+            for i in range(4))
     else:
         numbers = looked_up(builder, words, table) if width == 4 else marked(builder, words)
     yield from scaled(builder, numbers, 32 // LOWER[width], scales, per_word, turn)
@@ -134,8 +136,7 @@ def scaled(builder, numbers, count, scales, per_word, turn=None):
             added, scale = factors[2 * half:2 * half + 2]
             if not HAS_TABLES:
                 own = hidden(builder, own, turn) if turn else own
-                number_of_scale = 1 + i % 4 if count == 8 else 1
-                scale = builder.load(at_vector(builder, own, LANES * number_of_scale))
+                scale = builder.load(at_vector(builder, own, LANES * (1 + i % 4 * (count == 8))))
             yield call(builder, "llvm.fma.v16f32", FLOATS, number, scale, added)
     yield from in_words(builder, weights(), per_word)
 
@@ -164,10 +165,8 @@ def store_words(builder, lines, to, pitch, words):
 def add_weights(builder, rows, line, word, data, place, upper, shift, table, scales, sums, width,
                 per_word, count):
     """Adds the products of `count` rows with some vectors of weights to their sums."""
-    columns = range(max(COLUMNS, 2 * COLUMNS // count))
     if FEW_REGISTERS and width == 4 and per_word == 1:
-        return assembly.add_by_hand(builder, rows, line, word, data, place, scales, sums, count,
-                                    len(columns))
+        return assembly.add_by_hand(builder, rows, line, word, data, place, scales, sums, count)
 
     def add_column(i):
         own = builder.gep(scales, [place.type(i * SCALES)])
@@ -177,8 +176,9 @@ def add_weights(builder, rows, line, word, data, place, upper, shift, table, sca
         for k, each in enumerate(words):
             at = builder.add(word, word.type(k))
             yield add_word(builder, rows, line, at, each, sums, i * count * LANES, per_word, count)
+    columns = map(add_column, range(max(COLUMNS, 2 * COLUMNS // count)))
     # AVX2 has few registers, and takes a word of each column in turn
-    for _ in chain(*map(add_column, columns)) if COLUMNS > 1 else zip(*map(add_column, columns)):
+    for _ in chain(*columns) if COLUMNS > 1 else zip(*columns):
         pass
 
 

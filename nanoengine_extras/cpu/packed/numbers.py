@@ -27,15 +27,6 @@ def load_words(builder, data, place):
     return builder.load(start, align=4)
 
 
-def of_bytes(builder, data, place):
-    """The numbers of four vectors of bytes, in float32."""
-    kind = ir.VectorType(ir.IntType(8), LANES)
-    start = builder.bitcast(at_vector(builder, data, place), kind.as_pointer())
-    for i in range(4):
-        numbers = builder.load(builder.gep(start, [ir.IntType(64)(i)]), align=4)
-        yield builder.sitofp(builder.zext(numbers, WORDS), FLOATS)
-
-
 def in_place(builder, words):
     """The numbers of 4 bits of some words, from the lowest bits up, in float32. They stay where
     they are in a half of a word, which saves shifting: number i is 16 ** (i % 4) times too large.
