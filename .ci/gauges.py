@@ -25,7 +25,7 @@ DOCUMENTED: Any = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 LIMITS: dict[str, dict[str, float]] = {
     "nanoengine": {"lines": 1660, "nodes": 12000, "nodes a line": 7.3, "width": 43, "wide": 0.05,
                    "pairs": 2},
-    "features": {"lines": 8650}, "nanoengine_extras/tools": {"lines": 2100},
+    "features": {"lines": 8700}, "nanoengine_extras/tools": {"lines": 2100},
     "bench.py": {"lines": 200}}
 # libraries, whose files can be longer
 KERNELS = ("cpu", "gpu")
