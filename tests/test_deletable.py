@@ -141,9 +141,9 @@ CASES = {name: case for name, case in ALL_CASES.items()
          if {name, *NEEDS.get(name, ())} <= {*FILES}}
 # those that every engine has
 ALWAYS = {*FILES} & {
-    "models.explain", "models.generation_config", "models.sources", "running.guards",
-    "running.metrics", "running.shared_steps", "running.strict", "running.threads",
-    "sampling.texts"}
+    "models.explain", "models.generation_config", "models.sources", "running.backends",
+    "running.guards", "running.metrics", "running.shared_steps", "running.strict",
+    "running.threads", "sampling.texts"}
 
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work

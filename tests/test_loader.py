@@ -97,21 +97,19 @@ def reference(folder) -> list[list[int]]:
 
 @pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_tied_or_not_is_decided_as_in_transformers(make_model, architecture, is_tied, caplog):
+def test_tied_or_not_is_decided_as_in_transformers(make_model, architecture, is_tied):
     """By config.json, unless the checkpoint has two matrices that differ."""
     options = dict(head_dim=None) if architecture == "Qwen2" else {}
     folder = Path(make_model(architecture, tie_word_embeddings=is_tied, **options)[0])
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    others = {"none": None, "same": embedding.clone(), "different": torch.roll(embedding, 1, 0)}
-    for name, head in others.items():
+    # none, the same, and another matrix
+    others = [None, embedding.clone(), torch.roll(embedding, 1, 0)]
+    for head in others:
         if head is None and not is_tied:
             continue
         rewrite(folder, lambda t, head=head: t.pop("lm_head.weight", None) if head is None
                 else t.update({"lm_head.weight": head}))
-        caplog.clear()
         assert tokens(folder) == reference(folder)
-        is_contradiction = is_tied and name == "different"
-        assert any("tie_word_embeddings" in m for m in caplog.messages) == is_contradiction
     if is_tied:
         # only the other name
         rewrite(folder, lambda t: t.pop("model.embed_tokens.weight"))
