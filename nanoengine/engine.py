@@ -114,8 +114,8 @@ class Engine:
     def _must_wait_for(self, batch: Batch) -> bool:
         """Whether the tokens of this step, which is in flight, must come before the next launch.
 
-        As a rule, no: the next step computes pending tokens, and the device looks them up. It can
-        look up at most `max_num_seqs` of them; when forks begin, there can be more.
+        As a rule, no: the next step computes pending tokens, and the device looks them up. It has
+        room for `max_num_seqs` of them; when forks begin, there can be more.
 
         Some features need a token on the host before its sequence can go on: a grammar, for
         example, has to read a token before it knows what may follow. They set

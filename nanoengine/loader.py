@@ -202,4 +202,3 @@ def load_model(options: EngineConfig, config: PretrainedConfig, folder: Path, dt
     if missing:
         raise ValueError(f"{folder}: its files lack {len(missing)} tensors: {[*missing][:3]}")
     return model
-

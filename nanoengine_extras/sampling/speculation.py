@@ -226,8 +226,8 @@ class SpeculatingEngine(Engine):
         """
         asked: dict[Sequence, Any] = {}
         vocabulary = self.vocabulary
-        sharing = [name for name, feature in self.features.items()
-                   if type(feature).fork != Feature.fork]
+        sharing = {name for name, feature in self.features.items()
+                   if type(feature).fork != Feature.fork}
         for _, seq, position in batch.sampled:
             # in slots that the sequence holds, and before its maximum length
             most = min(MOST_GUESSES, len(seq.block_table) * self.config.block_size - position,
@@ -236,7 +236,7 @@ class SpeculatingEngine(Engine):
             # no guesses for beams, nor if a feature without `fork` edits the sequence, since it can
             # keep a state, as a user's processors do
             is_beam = seq.needs_tokens and not (grammar or seq.params.bad_words)
-            is_alone = is_beam or not {*sharing} >= {*seq.edits}
+            is_alone = is_beam or not sharing.issuperset(seq.edits)
             odds = seq.kept.setdefault("odds", {})
             hopeless = {each for each in odds if odds[each] < LEAST_ODDS and position % 8}
             # with a grammar, one of the kinds is its own

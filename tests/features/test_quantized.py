@@ -642,7 +642,8 @@ def test_scales_of_more_bits_with_smaller_numbers(most, bits):
 
 
 def test_numbers_of_more_than_6_bits_with_lows():
-    """With AVX-512, if 256 times a scale cannot be subtracted exactly from a low."""
+    """With AVX-512 they have no packed form, if 256 times a scale cannot be subtracted exactly from
+    a low."""
     weight = draw(64, 64, *PACKED["Q5_1"])
     weight.scales[0, 0], weight.lows[0, 0] = 1, 2**-20
     for most, is_packed in ((63, True), (64, not HAS_TABLES)):
