@@ -2,105 +2,57 @@
 
 The requests of a step differ: one is greedy, the next wants top-p 0.9, another a ban of some words.
 If each row of logits were sampled on its own, a GPU would wait for Python hundreds of times a step.
-So all rows that need the same operations are sampled together:
+So all rows are sampled together, in a float32 copy of the logits:
 
-    a row that is    needs
-    greedy           its likeliest logit, without a copy
-    plain            a copy: scale ──▶ draw; none if a library can draw from the logits
-    truncated        a copy: scale ──▶ truncate ──▶ draw
-    edited           a copy: features ──▶ scale ──▶ truncate ──▶ draw
+    copy ──▶ features edit it ──▶ scale ──▶ truncate ──▶ draw
 
-Copies are float32; they take memory, and most of the time. The parameters of each row
-(`StepInputs.draws`) reach the device with the other inputs, so nothing here waits for a GPU. There
-is no generator state: a draw depends only on the seed of its sequence and on its position.
+The parameters of each row (`StepInputs.draws`) reach the device with the other inputs, so nothing
+here waits for a GPU. There is no generator state: a draw depends only on the seed of its sequence
+and on its position.
+
+The copy takes memory, and most of the time. nanoengine_extras/sampling/fast_sampling.py, if
+installed, copies only the rows that are edited or truncated. Their tokens are the same.
 """
 
 import torch
 from torch import Tensor
 
-from nanoengine.features import PLAIN, Kernels
 from nanoengine.observers import Feature
 from nanoengine.sequence import NO_TOKEN, Sequence
-from nanoengine.step_inputs import Draws, send
-
-# The most logits in one copy. On a CPU it fits in the cores' caches; on a GPU it is small compared
-# with the KV cache.
-MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**26}
-
-
-def max_rows(logits: Tensor) -> int:
-    """Returns the most rows that a copy can have."""
-    return max(1, MATRIX_SIZE[logits.device.type] // logits.shape[1])
+from nanoengine.step_inputs import Draws
 
 
 def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor,
-           features: dict[str, Feature], library: Kernels = PLAIN) -> Tensor:
+           features: dict[str, Feature]) -> Tensor:
     """Returns one token for each sequence, from its row of logits: (len(seqs),) int64.
 
     logits: (rows, vocab_size); rows after those of the sequences are padding.
     draws: the draws of the step, for these rows.
     last_sampled: the values of pending tokens.
     features: by name; a sequence's `edits` names those that change its row of logits.
-    library: its `draw` can draw from the logits themselves, if nothing is edited or truncated.
 
     A row with NaN or a positive infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
-    # 1. What does each row need? A row that is edited or truncated needs a copy. A plain draw needs
-    #    one only if the library cannot draw from logits. All other rows are greedy.
-    changed = []
-    drawn = []
-    for row, seq in enumerate(seqs):
-        if seq.edits or seq.params.truncations:
-            changed.append(row)
-        elif seq.params.temperature:
-            drawn.append(row)
-
-    # 2. Tokens from the logits, computed for all rows: those of copied rows are replaced below.
-    of_seqs = logits[:len(seqs)]
-    copied = changed
-    if drawn and library.draw:
-        # a greedy row gets its likeliest token
-        tokens = library.draw(of_seqs, draws.uniform, draws.temperature)
-        tokens.masked_fill_(tokens < 0, NO_TOKEN)
-    else:
-        copied = changed + drawn
-        tokens = torch.empty_like(draws.top_k, dtype=torch.int64)
-        if len(copied) < len(seqs):
-            largest, likeliest = library.first_max(of_seqs)
-            tokens = likeliest.where(largest.isfinite(), NO_TOKEN)
-
-    # 3. Tokens from copies. An edit is applied to a whole copy, even if only one of its rows needs
-    #    it, so rows that need the same edits are put side by side.
-    copied.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
-    size = max_rows(logits)
-    for start in range(0, len(copied), size):
-        rows = copied[start:start + size]
-        index = send(rows, logits.device)
-        tokens[index] = sample_copy(
-            logits[index].float(), draws.of(index), [seqs[row] for row in rows], last_sampled,
-            features, library)
-    return tokens
-
-
-def sample_copy(scores: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor,
-                features: dict[str, Feature], library: Kernels) -> Tensor:
-    """Edits, scales and truncates float32 logits, in place, and draws a token from each row.
-
-    The arguments and the result are those of `sample`.
-    """
-    edits = {name for seq in seqs for name in seq.edits}
-    for name, feature in features.items():
-        if name in edits:
-            feature.edit(scores, seqs, last_sampled)
+    scores = logits[:len(seqs)].to(torch.float32, copy=True)
+    edit(scores, seqs, last_sampled, features)
     scale(scores, draws.temperature)
     truncations = {name for seq in seqs for name in seq.params.truncations}
     top_ks = [seq.params.top_k for seq in seqs]
-    tokens, weights = (library.truncate or truncate)(scores, draws, truncations, top_ks)
-    places = (library.draw or draw)(weights, draws.uniform)
+    tokens, weights = truncate(scores, draws, truncations, top_ks)
+    places = draw(weights, draws.uniform)
     return tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
 
 
 # ----------------------------------------------------------------------------- steps, on float32
+
+
+def edit(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor,
+         features: dict[str, Feature]) -> None:
+    """Lets the features that some row needs edit float32 logits, in place."""
+    needed = {name for seq in seqs for name in seq.edits}
+    for name, feature in features.items():
+        if name in needed:
+            feature.edit(scores, seqs, last_sampled)
 
 
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
@@ -112,8 +64,8 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# The kernel libraries replace this function. The CPU's version first drops the tokens that no row
-# can draw; the GPU's version does not sort.
+# fast_sampling.py replaces this function with one of the device's library. The CPU's version first
+# drops the tokens that no row can draw; the GPU's version does not sort.
 def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that at least one row can still draw, (few,); and their

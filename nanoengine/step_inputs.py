@@ -161,10 +161,8 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
         query_starts=query_starts, key_starts=np.append(0, lengths.cumsum()), lengths=lengths,
         block_tables=block_tables, logits_indices=offsets[sources] + last_known)
     # 64-bit numbers come first, so that they are aligned
-    arrays = {"draws": draws, "slot_mapping": slot_mapping}
-    for name, numbers in in_32_bits.items():
-        arrays[name] = np.asarray(numbers, np.int32)
-    return arrays
+    return {"draws": draws, "slot_mapping": slot_mapping} | {
+        name: np.asarray(numbers, np.int32) for name, numbers in in_32_bits.items()}
 
 
 def draws_of(row: Row) -> tuple[float, ...]:
@@ -189,13 +187,6 @@ def to_buffer(arrays: dict[str, np.ndarray], device: str) -> tuple[Tensor, Layou
     layout = tuple((name, array.dtype.name, array.shape, array.nbytes // 4)
                    for name, array in arrays.items())
     return buffer, layout
-
-
-def send(numbers: list | np.ndarray, device: torch.device) -> Tensor:
-    """Copies some numbers to the device, asynchronously."""
-    on_host = torch.from_numpy(np.asarray(numbers))
-    pinned = on_host.pin_memory() if device.type == "cuda" else on_host
-    return pinned.to(device, non_blocking=True)
 
 
 def known_ids(token_ids: Tensor, last_sampled: Tensor) -> Tensor:

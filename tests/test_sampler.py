@@ -2,13 +2,13 @@
 
 import itertools
 import math
-import random
 
 import pytest
 import torch
 from feature_helpers import FEATURES, constrain
 
-from nanoengine import SamplingParams, features as libraries, sampler
+from nanoengine import SamplingParams, sampler
+from nanoengine.features import part
 from nanoengine.observers import Features
 from nanoengine.sequence import NO_TOKEN, Row, Sequence, hash64
 from nanoengine.step_inputs import Draws
@@ -24,12 +24,14 @@ def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequen
 
 
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
-    """Tokens, and logprobs where asked for, as the runner gets them."""
+    """Tokens, and logprobs where asked for, as the runner gets them. What fills the slot "sample"
+    finds the same tokens."""
     rows = torch.tensor([
         (p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(seq.num_tokens))
-        for seq, p in ((seq, seq.params) for seq in seqs)], dtype=torch.float64)
-    tokens = sampler.sample(logits, Draws(*rows.T), seqs, NONE_PENDING, FEATURES,
-                            libraries.kernels("cpu"))
+        for seq, p in ((seq, seq.params) for seq in seqs)], dtype=torch.float64).reshape(-1, 5)
+    tokens, others = (each(logits, Draws(*rows.T), seqs, NONE_PENDING, FEATURES)
+                      for each in (sampler.sample, part("sample", None, sampler.sample)))
+    assert torch.equal(tokens, others)
     return tokens.tolist(), logprobs(logits, tokens, seqs)
 
 
@@ -158,13 +160,8 @@ def test_the_likeliest_is_the_first_of_the_largest(vocab_size, dtype):
     logits = padded[:, :vocab_size]
     expected = [row.index(max(row)) for row in logits.tolist()]
     expected[3:7] = [NO_TOKEN] * 4
-    for library in (libraries.PLAIN, libraries.kernels("cpu")):
-        draws = Draws(*torch.zeros(5, 50).double())
-        seqs = [make(temperature=0)] * 50
-        found = sampler.sample(logits, draws, seqs, NONE_PENDING, FEATURES, library)
-        assert found.tolist() == expected
-        none = sampler.sample(logits[:0], draws.of(slice(0)), [], NONE_PENDING, FEATURES, library)
-        assert none.shape == (0,)
+    assert sample(logits, [make(temperature=0)] * 50)[0] == expected
+    assert sample(logits[:0], []) == ([], [])
 
 
 def test_rows_do_not_depend_on_each_other():
@@ -185,18 +182,6 @@ def test_draws_depend_on_seed_and_position():
     assert same[0] == same[1]
     assert len({sample(logits[None], [make(seed=s)])[0][0] for s in range(50)}) > 40
     assert len({sample(logits[None], [make(output=[9] * n)])[0][0] for n in range(50)}) > 40
-
-
-def test_rows_that_need_nothing_pay_nothing(monkeypatch):
-    logits = torch.randn(4, 100)
-    refuse = pytest.fail
-    monkeypatch.setattr(torch.Tensor, "sort", lambda *_, **__: refuse("sorted without top-p"))
-    sample(logits, [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)])
-    for name in ("exp_", "softmax", "log_softmax", "float", "to"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
-    tokens = sampler.sample(logits, Draws(*torch.zeros(5, 4).double()), [make(temperature=0)] * 4,
-                            NONE_PENDING, FEATURES)
-    assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
 # ------------------------------------------------------------------- rows that differ
@@ -280,17 +265,3 @@ def test_truncations_are_those_of_the_definitions(monkeypatch, vocab_size, level
             kept = found.isfinite().nonzero().flatten().tolist()
             assert kept == truncated_one_by_one(row, *params), params
             assert torch.equal(found[kept], (row - row.max())[kept])
-
-
-@pytest.mark.parametrize("size", [10, 1000, 5000, 100_000])
-def test_rows_that_need_different_edits_are_sampled_as_alone(monkeypatch, size):
-    """They are sampled as one matrix, or in several that fit the caches."""
-    monkeypatch.setitem(sampler.MATRIX_SIZE, "cpu", size)
-    rng = random.Random(size)
-    logits = (torch.randn(60, 1000, generator=torch.Generator().manual_seed(size)) * 3).bfloat16()
-    seqs = [make(seed=n, temperature=rng.choice([0, 0.7, 1]), top_k=rng.choice([0, -1, 1, 5, 2000]),
-                 top_p=rng.choice([1, 1, 0.5, 0.95]), min_p=rng.choice([0, 0, 0.1]),
-                 repetition_penalty=rng.choice([1, 1, 1.5])) for n in range(60)]
-    alone = [sample(logits[row:row + 1], [seq])[0][0] for row, seq in enumerate(seqs)]
-    assert sample(logits, seqs)[0] == alone
-    assert sampler.max_rows(logits) == max(1, size // 1000)

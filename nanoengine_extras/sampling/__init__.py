@@ -1,8 +1,28 @@
-"""What several features share: the bytes that a token spells."""
+"""What several features share: the size of a copy of logits, numbers for the device, and the bytes
+that a token spells."""
 
 import re
 
+import numpy as np
+import torch
+from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+# The most logits in one copy. On a CPU it fits in the cores' caches; on a GPU it is small compared
+# with the KV cache.
+MATRIX_SIZE = {"cpu": 2**19, "cuda": 2**26}
+
+
+def max_rows(logits: Tensor) -> int:
+    """Returns the most rows that a copy can have."""
+    return max(1, MATRIX_SIZE[logits.device.type] // logits.shape[1])
+
+
+def send(numbers: list | np.ndarray, device: torch.device) -> Tensor:
+    """Copies some numbers to the device, asynchronously."""
+    on_host = torch.from_numpy(np.asarray(numbers))
+    pinned = on_host.pin_memory() if device.type == "cuda" else on_host
+    return pinned.to(device, non_blocking=True)
 
 
 def bytes_of(name: str, text: str) -> bytes:

@@ -31,8 +31,8 @@ from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine.step_inputs import Launched, known_ids, send
-from nanoengine_extras.sampling import bytes_of
+from nanoengine.step_inputs import Launched, known_ids
+from nanoengine_extras.sampling import bytes_of, send
 
 CONDITIONS: list[Condition] = [
     ("min_tokens", lambda p: 0 <= p.min_tokens <= (p.max_tokens or p.min_tokens),

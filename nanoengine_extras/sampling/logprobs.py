@@ -19,10 +19,9 @@ from nanoengine.errors import Condition, rejected
 from nanoengine.features import part
 from nanoengine.observers import Feature
 from nanoengine.requests import CompletionOutput, InputProcessor, RequestOutput
-from nanoengine.sampler import max_rows
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Batch, Row, Sequence
-from nanoengine.step_inputs import send
+from nanoengine_extras.sampling import max_rows, send
 
 # without texts.py, tokens have no text
 texts_of_tokens = part("texts_of_tokens", None, lambda token_ids, *others: [None] * len(token_ids))

@@ -25,7 +25,7 @@ def test_own_processors_come_last_and_see_all_tokens():
     seq = make(output=[4], logit_bias={0: 9.0}, logits_processors=[own], temperature=0)
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     assert sample(logits, [seq])[0] == [1]
-    assert seen == [([[1, 2, 3, 4]], [[9.0, 1.0, 2.0]])]
+    assert seen == [([[1, 2, 3, 4]], [[9.0, 1.0, 2.0]])] * 2, "in both samplers"
     assert logits.tolist() == [[0.0, 1.0, 2.0]], "the raw logits are left alone"
 
 
@@ -96,9 +96,10 @@ def test_a_processor_gets_copies():
     processors = [keep, overwrite, keep, overwrite]
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     for _ in range(2):
+        # in both samplers
         sample(logits, [make(logits_processors=processors, temperature=0.5, top_k=2)])
     assert logits.tolist() == [[0, 1, 2]]
-    assert [scores.tolist() for _, scores in kept] == [[[0, 1, 2]], [[-1, -1, -1]]] * 2
+    assert [scores.tolist() for _, scores in kept] == [[[0, 1, 2]], [[-1, -1, -1]]] * 4
     assert all(input_ids.tolist() == [[1, 2, 3]] for input_ids, _ in kept)
 
 

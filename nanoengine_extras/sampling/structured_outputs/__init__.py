@@ -13,7 +13,7 @@ from nanoengine.errors import Condition, naming, rejected
 from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
-from nanoengine.step_inputs import send
+from nanoengine_extras.sampling import send
 from nanoengine_extras.sampling.structured_outputs.grammar import (
     Grammar, LLMatcher, permitted, reason_of, to_lark)
 

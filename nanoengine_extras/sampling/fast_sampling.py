@@ -1,0 +1,78 @@
+"""Samples like nanoengine/sampler.py, with fewer copies of logits: fills the slot "sample".
+
+Rows that need the same operations are sampled together:
+
+    a row that is    needs
+    greedy           its likeliest logit, without a copy
+    plain            a copy: scale ──▶ draw; none if a library can draw from the logits
+    truncated        a copy: scale ──▶ truncate ──▶ draw
+    edited           a copy: features ──▶ scale ──▶ truncate ──▶ draw
+
+The library of kernels for the device has faster functions for some of these; the tokens are those
+of the engine's own.
+"""
+
+import torch
+from torch import Tensor
+
+from nanoengine import sampler
+from nanoengine.features import kernels
+from nanoengine.observers import Feature
+from nanoengine.sampler import edit, scale
+from nanoengine.sequence import NO_TOKEN, Sequence
+from nanoengine.step_inputs import Draws
+from nanoengine_extras.sampling import max_rows, send
+
+
+def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor,
+           features: dict[str, Feature]) -> Tensor:
+    """In place of the function of this name in sampler.py."""
+    library = kernels(logits.device.type)
+    draw_any = getattr(library, "draw", None)
+    truncate = getattr(library, "truncate", sampler.truncate)
+
+    # 1. What does each row need? A row that is edited or truncated needs a copy. A plain draw needs
+    #    one only if the library cannot draw from logits. All other rows are greedy.
+    changed = []
+    drawn = []
+    for row, seq in enumerate(seqs):
+        if seq.edits or seq.params.truncations:
+            changed.append(row)
+        elif seq.params.temperature:
+            drawn.append(row)
+
+    # 2. Tokens from the logits, computed for all rows: those of copied rows are replaced below.
+    of_seqs = logits[:len(seqs)]
+    copied = changed
+    if drawn and draw_any:
+        # a greedy row gets its likeliest token
+        tokens = draw_any(of_seqs, draws.uniform, draws.temperature)
+        tokens.masked_fill_(tokens < 0, NO_TOKEN)
+    else:
+        copied = changed + drawn
+        tokens = torch.empty_like(draws.top_k, dtype=torch.int64)
+        if len(copied) < len(seqs):
+            first_max = getattr(library, "first_max", lambda rows: rows.max(dim=-1))
+            largest, likeliest = first_max(of_seqs)
+            tokens = likeliest.where(largest.isfinite(), NO_TOKEN)
+
+    # 3. Tokens from copies. An edit is applied to a whole copy, even if only one of its rows needs
+    #    it, so rows that need the same edits are put side by side.
+    copied.sort(key=lambda row: (seqs[row].edits, seqs[row].params.truncations))
+    size = max_rows(logits)
+    for start in range(0, len(copied), size):
+        rows = copied[start:start + size]
+        index = send(rows, logits.device)
+        of_rows = [seqs[row] for row in rows]
+        scores = logits[index].float()
+        edit(scores, of_rows, last_sampled, features)
+        scale(scores, draws.temperature[index])
+        truncations = {name for seq in of_rows for name in seq.params.truncations}
+        top_ks = [seq.params.top_k for seq in of_rows]
+        left, weights = truncate(scores, draws.of(index), truncations, top_ks)
+        places = (draw_any or sampler.draw)(weights, draws.uniform[index])
+        tokens[index] = left[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
+    return tokens
+
+
+PARTS = {"sample": sample}
