@@ -31,8 +31,8 @@ def make_caches(config: EngineConfig, model: PretrainedConfig, num_blocks: int, 
     """
     shape = (num_blocks, config.block_size, model.num_key_value_heads, model.head_dim)
     # a library is imported only if its attention is used
-    if backend.is_in_model and (empty_cache := kernels(config.device).empty_cache):
-        return empty_cache(model.num_hidden_layers, *shape, dtype)
+    if backend.is_in_model:
+        return kernels(config.device).empty_cache(model.num_hidden_layers, *shape, dtype)
     return torch.zeros(model.num_hidden_layers, 2, *shape, dtype=dtype, device=config.device)
 
 
@@ -143,14 +143,17 @@ def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:
     if name not in ["auto", *BACKENDS]:
         extension("running.backends", f"attention_backend={shown(name)}")
     table = backends()
-    # one that is asked for does not import the libraries of the others
-    if name not in table or not table[name].works(config.device, dtype):
-        usable = [each for each in table if table[each].works(config.device, dtype)]
-        if name != "auto":
-            accepted = f"one of {usable} for {dtype} on {config.device}"
-            raise rejected("attention_backend", name, accepted)
+
+    def works(name: str) -> bool:
+        return name in table and table[name].works(config.device, dtype)
+
+    if name == "auto":
         # "gather" works everywhere
-        name = max(usable, key=lambda each: table[each].rank)
+        name = max(filter(works, table), key=lambda each: table[each].rank)
+    # one that is asked for does not import the libraries of the others
+    if not works(name):
+        accepted = f"one of {[*filter(works, table)]} for {dtype} on {config.device}"
+        raise rejected("attention_backend", name, accepted)
     multiple = table[name].block_multiple
     if config.block_size % multiple:
         raise rejected("block_size", config.block_size, f"a multiple of {multiple} for {name}")

@@ -11,20 +11,19 @@ and can be deleted on its own. It plugs into the engine in one of four ways:
     a client       uses public calls only: chats, beam search, scores, vLLM's names
 
 Fast kernels for a device come from two libraries, nanoengine_extras.cpu and nanoengine_extras.gpu:
-see `Kernels`. The engine needs neither. With `LLM(model, kernels=False)` it uses neither.
+see `kernels`. The engine needs neither. With `LLM(model, kernels=False)` it uses neither.
 
-The engine loads a feature if something needs it: an option (`of`), a method of `LLM` (`call_of`),
-the name of a policy or a backend, or the model's files. Some features are always loaded if they are
+The engine loads a feature if something needs it: an option (`of`), a method of `LLM`, the name of a
+policy or a backend, or the model's files. Some features are always loaded if they are
 installed: tables in nanoengine_extras/__init__.py name them.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import MISSING, field, fields
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 # ------------------------------------------------------------------------------- finding them
 
@@ -87,15 +86,6 @@ def part(slot: str, options: Any, default: Any) -> Any:
     return found[0] if found else default
 
 
-def call_of(name: str, call: str) -> Callable:
-    """Returns a method of `LLM` that is a function in the file of a feature."""
-    def method(llm: Any, *args: object, **options: object) -> Any:
-        return getattr(extension(name, f"LLM.{call}"), call)(llm, *args, **options)
-
-    method.__doc__ = f'See `help("nanoengine_extras.{name}.{call}")`.'
-    return method
-
-
 # ------------------------------------------------------------------------------ their options
 
 
@@ -128,48 +118,19 @@ def shown(value: object) -> str:
 # -------------------------------------------------------------------------- libraries of kernels
 
 
-class Kernels(NamedTuple):
-    """The functions of a library, from its dict KERNELS. Where one is None, the engine uses plain
-    PyTorch.
-
-    optimize: replaces a finished model's forwards with faster ones; returns whether a row then has
-        the same bits whatever other rows are in its step.
-    knows_attention: whether `optimize` replaces the attention of a model.
-    empty_cache: makes a KV cache in the library's own layout, for the attention that `optimize` has
-        put into the model: backend "numba".
-    paged_attention: attention over the cache of `make_caches`, with the arguments of
-        `gather_attention`, plus a soft cap and sinks: backend "triton".
-    truncate, draw: take the place of these functions of sampler.py. Given a third argument, the
-        temperature of each row, `draw` draws from the logits themselves.
-    first_max: returns the maximum of each row of logits, and its first index.
-    has_bfloat16: whether a CPU computes faster in bfloat16 than in float32.
-    check_process: raises RuntimeError if this is a forked process, in which a computation would
-        hang. It returns a function; called in another process than this one, that raises, too.
-    end_threads: ends this thread's OpenMP threads, which slow down those of another thread.
-    """
-
-    optimize: Callable = lambda model, **options: False
-    knows_attention: Callable = lambda model: False
-    empty_cache: Callable | None = None
-    paged_attention: Callable | None = None
-    truncate: Callable | None = None
-    draw: Callable | None = None
-    first_max: Callable = lambda logits: logits.max(dim=-1)
-    has_bfloat16: Callable = lambda: False
-    check_process: Callable = lambda: lambda: None
-    end_threads: Callable = lambda: None
-
-
-PLAIN = Kernels()
-
-
 @cache
-def kernels(device: str, enabled: bool = True) -> Kernels:
-    """Returns the functions for "cpu" or "cuda"; if not `enabled`, `PLAIN`.
+def kernels(device: str, enabled: bool = True) -> Any:
+    """Returns the library of kernels for "cpu" or "cuda"; None if it is not installed, or not
+    `enabled`. The one for a CPU needs numba; the one for a GPU needs Triton.
 
-    The library for a CPU needs numba. The one for a GPU needs Triton, which PyTorch installs on
-    Linux only.
+    A library is a module. The engine itself uses these functions:
+
+    optimize(model, has_attention): replaces a finished model's forwards with faster ones; returns
+        whether a row then has the same bits whatever other rows are in its step.
+    and, only of the CPU's:
+    has_bfloat16(): whether it computes faster in bfloat16 than in float32.
+    knows_attention(model): whether `optimize` replaces the attention of a model.
+    empty_cache(…): makes a KV cache in the library's own layout, for that attention.
     """
     name = "nanoengine_extras.gpu" if device == "cuda" else "nanoengine_extras.cpu"
-    library = optional(name) if enabled else None
-    return Kernels(**library.KERNELS) if library else PLAIN
+    return optional(name) if enabled else None

@@ -360,10 +360,7 @@ class FakeGpu:
                 found.cache_clear()
                 stack.callback(found.cache_clear)
             for (module, name), function in self.library.items():
-                if module == "nanoengine_extras.gpu":
-                    patch.setitem(importlib.import_module(module).KERNELS, name, function)
-                else:
-                    patch.setattr(importlib.import_module(module), name, function)
+                patch.setattr(importlib.import_module(module), name, function)
             if not self.library:
                 patch.setattr(seams, "optional", find_without_library)
             # so that torch.tensor(…, device="cuda") begins on the host

@@ -108,7 +108,7 @@ def test_kernels_of_others_against_plain_torch(
 def triton(monkeypatch):
     """Whether the library for a GPU is there: call it with True or False."""
     def set_library(is_there):
-        library = SimpleNamespace(paged_attention=len if is_there else None)
+        library = SimpleNamespace(paged_attention=len) if is_there else None
         known = seams.kernels("cpu")
         backends = pytest.importorskip("nanoengine_extras.running.backends")
         for module in (attention, backends):

@@ -12,8 +12,3 @@ from nanoengine_extras.cpu.sampling import first_max, truncate
 
 __all__ = ["check_process", "empty_cache", "end_threads", "first_max", "has_bfloat16",
            "knows_attention", "optimize", "paged_attention", "truncate"]
-
-# the functions that an engine can use without checking the device
-KERNELS = {each.__name__: each for each in (
-    optimize, knows_attention, empty_cache, truncate, first_max, has_bfloat16, check_process,
-    end_threads)}

@@ -22,6 +22,3 @@ from nanoengine_extras.gpu.sampling import draw, truncate
 
 __all__ = ["draw", "few_rows_linear", "optimize", "paged_attention", "rms_norm", "store_heads",
            "swiglu", "truncate"]
-
-# the functions that an engine can use without checking the device
-KERNELS = {each.__name__: each for each in (optimize, paged_attention, truncate, draw)}

@@ -1,13 +1,17 @@
-"""What several features of this folder share: the memory of the host, and of a container."""
+"""What several features of this folder share: the memory of the host, and of a container; and a
+check for forked processes."""
 
 import re
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nanoengine.features import kernels
 
 # Linux puts each process into control groups (cgroups), one inside the other. Each can have a
 # limit, which is how containers work. If a process takes more, the kernel kills it, without an
@@ -59,3 +63,13 @@ def pin(tensor: Tensor) -> Tensor:
     torch.cuda.check_error(cuda.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     weakref.finalize(tensor, cuda.cudaHostUnregister, tensor.data_ptr())
     return tensor
+
+
+def process_check(config: Any) -> Callable[[], object]:
+    """Raises RuntimeError if this is a forked process, in which a computation would hang. Returns a
+    function that checks the same later; called in another process than this one, it raises, too.
+
+    config: the `EngineConfig`
+    """
+    library = kernels(config.device, config.kernels)
+    return library.check_process() if hasattr(library, "check_process") else lambda: None

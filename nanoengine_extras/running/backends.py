@@ -18,18 +18,17 @@ from nanoengine.step_inputs import StepInputs
 
 def has_numba(device: str, dtype: torch.dtype) -> bool:
     """Whether nanoengine_extras.cpu can replace the model's attention with its kernel."""
-    return device == "cpu" and dtype != torch.half and bool(kernels(device).empty_cache)
+    return device == "cpu" and dtype != torch.half and bool(kernels(device))
 
 
 def triton_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:
     """Takes and returns the same as `gather_attention`. The host reads no tensor values."""
-    attend: Any = kernels("cuda").paged_attention
-    return attend(query, cache, window, step)
+    return kernels("cuda").paged_attention(query, cache, window, step)
 
 
 def has_triton(device: str, dtype: torch.dtype) -> bool:
     """Whether nanoengine_extras.gpu is installed."""
-    return device == "cuda" and kernels(device).paged_attention is not None
+    return device == "cuda" and bool(kernels(device))
 
 
 def varlen_attention(query: Tensor, cache: Tensor, window: int | None, step: StepInputs) -> Tensor:

@@ -106,8 +106,8 @@ def make_caches(config: EngineConfig, model: PretrainedConfig, num_blocks: int, 
     """In place of the function of this name in attention.py."""
     head_dim = model.head_dim
     shape = model.num_hidden_layers, 2, num_blocks, config.block_size, model.num_key_value_heads
-    if backend.is_in_model and (empty_cache := kernels(config.device).empty_cache):
-        memory = empty_cache(shape[0], *shape[2:], head_dim, torch.int8)
+    if backend.is_in_model:
+        memory = kernels(config.device).empty_cache(shape[0], *shape[2:], head_dim, torch.int8)
     elif head_dim % SCALE:
         raise rejected("kv_cache_dtype", config.kv_cache_dtype,
                        f"'auto' for heads of {head_dim} numbers, not a multiple of {SCALE}")

@@ -211,7 +211,7 @@ class Metrics(Feature):
                     f"{config.block_size} tokens hold {most:.1f} requests of "
                     f"{runner.max_model_len} tokens at once")
         if config.device == "cpu" and hasattr(runner, "model"):
-            is_known = runner.dtype == torch.bfloat16 and runner.kernels.empty_cache
+            is_known = runner.dtype == torch.bfloat16 and runner.kernels
             if is_known and not runner.kernels.has_bfloat16():
                 logger.warning("this CPU has no instructions for bfloat16, and is faster with "
                                "dtype='float32'")

@@ -14,6 +14,7 @@ from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
+from nanoengine_extras.running import process_check
 
 
 class Threads(Feature):
@@ -25,8 +26,8 @@ class Threads(Feature):
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
         library = kernels(engine.config.device, engine.config.kernels)
-        self.end_threads = library.end_threads
-        self.check_process = library.check_process()
+        self.end_threads = getattr(library, "end_threads", lambda: None)
+        self.check_process = process_check(engine.config)
         # the threads that loaded the model
         self.end_threads()
 

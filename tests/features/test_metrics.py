@@ -24,8 +24,7 @@ def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("has_instructions", [False, True])
 def test_a_cpu_without_bfloat16_is_told(make_llm, caplog, monkeypatch, dtype, has_instructions):
-    monkeypatch.setattr("nanoengine.model_runner.kernels", lambda *options: kernels(
-        *options)._replace(has_bfloat16=lambda: has_instructions))
+    monkeypatch.setattr(kernels("cpu"), "has_bfloat16", lambda: has_instructions)
     with make_llm(num_kv_blocks=8, max_model_len=64, dtype=dtype):
         is_slow = dtype == "bfloat16" and not has_instructions
         assert ("dtype='float32'" in caplog.text) == is_slow

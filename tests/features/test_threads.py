@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import generate, in_thread
 
-from nanoengine.features import Kernels
 from nanoengine_extras.running import threads
 
 
@@ -29,7 +28,7 @@ def test_a_call_leaves_no_threads_of_its_own_behind(make_llm):
 
 def test_steps_end_them_if_there_are_other_callers_and_when_the_last_request_ends(monkeypatch):
     ended: list[int] = []
-    library = Kernels(end_threads=lambda: ended.append(threading.get_ident()))
+    library = SimpleNamespace(end_threads=lambda: ended.append(threading.get_ident()))
     monkeypatch.setattr(threads, "kernels", lambda device, enabled: library)
     feature = threads.Threads()
     config = SimpleNamespace(device="cpu", kernels=True)

@@ -69,10 +69,11 @@ def warm_up(number: int) -> tuple[list[list[int]], list[int]]:
 
 
 def run_ours(args) -> None:
-    from nanoengine import LLM, SamplingParams, cuda_graphs
+    from nanoengine import LLM, SamplingParams
+    from nanoengine_extras.running import graphs
     if not args.ordered:
         # as they were before the longest ones came first
-        vars(cuda_graphs)["sorted"] = lambda places, **_: [*places]
+        graphs.longest_first = lambda batch: batch
     if not args.few_rows:
         from nanoengine_extras.gpu import few_rows
         few_rows.MOST_ROWS = 0

@@ -25,14 +25,12 @@ import torch.nn.functional as F  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from nanoengine.attention import BACKENDS, has_flash_attn  # noqa: E402
-from nanoengine.features import Kernels  # noqa: E402
-from nanoengine.sampler import sample  # noqa: E402
 from nanoengine.sampling_params import SamplingParams  # noqa: E402
 from nanoengine.sequence import Sequence  # noqa: E402
 from nanoengine.step_inputs import Draws  # noqa: E402
-from nanoengine_extras import gpu  # noqa: E402
 from nanoengine_extras.gpu import (  # noqa: E402
     draw, few_rows, few_rows_linear, paged_attention, rms_norm, swiglu, truncate)
+from nanoengine_extras.sampling.fast_sampling import sample  # noqa: E402
 
 DEVICE = "cpu" if DRY else "cuda"
 ROWS, VOCABULARY, LAYERS = (3, 500, 1) if DRY else (256, 151_936, 28)
@@ -99,8 +97,7 @@ def time_draw() -> None:
     show("draw", found, "60 (of which the largest logit: 20)")
     show("  the largest logit", microseconds(lambda: logits.amax(dim=1)), "20")
     last = torch.zeros(ROWS, dtype=torch.int32)
-    library = Kernels(**gpu.KERNELS)
-    found = microseconds(lambda: sample(logits, draws, seqs, last, {}, library))
+    found = microseconds(lambda: sample(logits, draws, seqs, last, {}))
     show("sample, plain draws", found, "75 in a graph (190 with Python)")
 
 

@@ -16,11 +16,11 @@ import nanoengine_extras.running.backends  # noqa: F401  adds its backend
 from nanoengine import LLM, BeamSearchParams, SamplingParams, sampler
 from nanoengine.attention import backends, choose_backend
 from nanoengine.config import EngineConfig
-from nanoengine.features import PLAIN, kernels
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Draws
 from nanoengine_extras.running.policies import overtaking
+from nanoengine_extras.sampling import fast_sampling
 
 sys.path.insert(0, str(ROOT / "tests" / "models"))
 
@@ -210,8 +210,8 @@ def test_float32_is_exact(small):
     assert greedy_reference(reference.cpu(), PROMPTS[2], 5) == together[2][:5]
 
 
-@pytest.mark.parametrize("library", [PLAIN, kernels("cuda")], ids=["plain", "library"])
-def test_draws_on_the_gpu_are_those_on_the_cpu(library):
+@pytest.mark.parametrize("sample", [sampler.sample, fast_sampling.sample], ids=["plain", "fast"])
+def test_draws_on_the_gpu_are_those_on_the_cpu(sample):
     torch.manual_seed(0)
     logits = (torch.randn(500, 20_000) * 3).bfloat16()
     draws = torch.rand(5, 500, dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_draws_on_the_gpu_are_those_on_the_cpu(library):
     pending = torch.zeros(1, dtype=torch.int32)
     on_cpu = sampler.sample(logits, Draws(*draws), seqs, pending, {})
     inputs = logits.cuda(), Draws(*draws.cuda()), seqs, pending.cuda()
-    on_gpu = sampler.sample(*inputs, {}, library).cpu()
+    on_gpu = sample(*inputs, {}).cpu()
     assert (on_cpu != on_gpu).sum() <= 1, "float32 exponentials differ in their last bit"
 
 
@@ -243,8 +243,8 @@ def test_edited_rows_on_the_gpu_are_those_on_the_cpu(options):
     for device in ("cpu", "cuda"):
         rows, of_rows, last_sampled = (each.to(device) for each in inputs)
         draws_of_rows = Draws(*of_rows.T.contiguous())
-        tokens.append(sampler.sample(
-            rows, draws_of_rows, seqs, last_sampled, FEATURES, kernels(device)).cpu())
+        tokens.append(fast_sampling.sample(
+            rows, draws_of_rows, seqs, last_sampled, FEATURES).cpu())
     assert (tokens[0] != tokens[1]).sum() <= 1, "float32 exponentials differ in their last bit"
 
 

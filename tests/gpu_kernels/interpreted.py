@@ -21,7 +21,6 @@ import nanoengine_extras.gpu
 from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
 from nanoengine.attention import gather_attention
-from nanoengine.features import Kernels
 from nanoengine.config import EngineConfig
 from nanoengine.loader import load_model
 from nanoengine.sequence import NO_TOKEN, Row, Sequence
@@ -29,6 +28,7 @@ from nanoengine.step_inputs import Draws, draws_of
 from nanoengine_extras.gpu import (
     attention, draw, few_rows, few_rows_linear, modules, optimize, paged_attention, rms_norm,
     store_heads, swiglu, truncate)
+from nanoengine_extras.sampling import fast_sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -681,7 +681,7 @@ KINDS: dict[str, dict[str, Any]] = {
     ["plain"] * 5, ["greedy"] * 3, ["top_p"] * 4, ["plain", "greedy"] * 3, [*KINDS] * 2,
     ["greedy", "bias", "top_k"]], ids=lambda kinds: f"{len(kinds)} {kinds[0]}")
 @DTYPES
-def test_rows_of_all_kinds_side_by_side(kinds, dtype):
+def test_rows_of_all_kinds_side_by_side(monkeypatch, kinds, dtype):
     """Each gets the token that it gets alone without the library; and one that is not finite gets
     none, and takes it from no other."""
     seqs = [Sequence(str(n), [1, 2, 3, 40 + n], 3, 99, SamplingParams(**KINDS[kind]), seed=n)
@@ -694,12 +694,12 @@ def test_rows_of_all_kinds_side_by_side(kinds, dtype):
     expected = torch.cat([
         sampler.sample(logits[n:n + 1], draws.of(slice(n, n + 1)), [seq], *others)
         for n, seq in enumerate(seqs)])
-    library = Kernels(**nanoengine_extras.gpu.KERNELS)
-    assert torch.equal(sampler.sample(logits, draws, seqs, *others, library), expected)
+    monkeypatch.setattr(fast_sampling, "kernels", lambda device: nanoengine_extras.gpu)
+    assert torch.equal(fast_sampling.sample(logits, draws, seqs, *others), expected)
     for broken in range(0, len(seqs), 2):
         logits[broken, 77] = torch.nan if broken % 4 else torch.inf
         expected[broken] = NO_TOKEN
-    assert torch.equal(sampler.sample(logits, draws, seqs, *others, library), expected)
+    assert torch.equal(fast_sampling.sample(logits, draws, seqs, *others), expected)
 
 
 # ---------------------------------------------------------------------------------- modules

@@ -32,9 +32,10 @@ import torch
 from nanoengine.config import EngineConfig
 from nanoengine.errors import Condition, also_check, logger, naming, rejected
 from nanoengine.features import is_installed
-from nanoengine.loader import checkpoint_tensors, weight_files
+from nanoengine.loader import checkpoint_tensors
 from nanoengine.model import FAMILIES, Decoder
 from nanoengine.model_runner import ModelRunner
+from nanoengine_extras.models import weight_files
 from nanoengine_extras.models.quantized import methods, transformers_files
 from nanoengine_extras.models.quantized.scaled_files import scaled
 from nanoengine_extras.models.quantized.stored import Index, Opened, open_file, rounded
@@ -136,7 +137,7 @@ def method_of(config: EngineConfig, entries: dict[str, Any]) -> str:
 
 def stays_packed(runner: ModelRunner) -> bool:
     """Whether there are kernels for packed weights: those for a CPU, in one process."""
-    return (runner.device == "cpu" and runner.kernels.empty_cache is not None
+    return (runner.device == "cpu" and runner.kernels is not None
             and runner.config.tensor_parallel_size == 1
             and runner.dtype in (torch.bfloat16, torch.float32))
 

@@ -252,7 +252,7 @@ def load(runner: Any, folder: Path, is_packed: bool = False,
               torch.autocast(runner.device, enabled=False)):
             torch.default_generator.manual_seed(0)
             causal = load_causal(runner, folder, read, is_packed)
-            model = Model(causal, runner.kernels.paged_attention)
+            model = Model(causal, getattr(runner.kernels, "paged_attention", None))
             check_model(runner, model, causal)
     except Exception as error:
         kind = "" if isinstance(error, NotComputed) else f"{type(error).__name__}: "

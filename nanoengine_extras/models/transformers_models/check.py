@@ -187,7 +187,8 @@ def check_model(runner: Any, model: Any, causal: Any) -> None:
     is_in_model = backends()[backend].is_in_model
     if is_in_model and not runner.kernels.knows_attention(model):
         backend, is_in_model = "gather", False
-    runner.kernels.optimize(model, has_attention=is_in_model)
+    if runner.kernels:
+        runner.kernels.optimize(model, has_attention=is_in_model)
     with only(model, *few):
         make = part("make_caches", runner.config, make_caches)
         token_bytes = compare(
@@ -201,7 +202,7 @@ def check_model(runner: Any, model: Any, causal: Any) -> None:
 
 def find_fast(runner: Any, model: Any, inputs: Inputs, others: Others, longest: int) -> None:
     """Adds the replacements of modules."""
-    if is_installed("models.experts") and runner.kernels.empty_cache:
+    if is_installed("models.experts") and hasattr(runner.kernels, "empty_cache"):
         experts = extension("models.experts")
         others |= {each: experts.build(each) for each in inputs if experts.kind_of(each)}
     own = extension("models.own_layers") if is_installed("models.own_layers") else None

@@ -231,7 +231,8 @@ def optimize_modules(causal: nn.Module, runner: Any) -> None:
     for each in fast:
         if isinstance(each, GatedMLP) and is_quantized(each.gate_up_proj):
             each.gate_up_proj.fuse()
-    runner.kernels.optimize(nn.ModuleList(fast), has_attention=False)
-    if runner.kernels.empty_cache and runner.dtype != torch.half:
+    if runner.kernels:
+        runner.kernels.optimize(nn.ModuleList(fast), has_attention=False)
+    if hasattr(runner.kernels, "empty_cache") and runner.dtype != torch.half:
         from nanoengine_extras.models.transformers_models.row_norms import RowNorm
         exchange(causal, {each: RowNorm(each) for each in fast if isinstance(each, RMSNorm)})
