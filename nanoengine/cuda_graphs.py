@@ -9,9 +9,8 @@ one call (a *replay*):
     replay    a step's numbers into that buffer, one launch, hidden states in the same memory
 
 A graph fixes the number of sequences and the width of the block tables. There are graphs for a few
-batch sizes ("buckets"); a decode step of another size is padded with dummy sequences, which read
-and write block 0. Each size has a graph with tables for `max_model_len` tokens. Small sizes have
-more graphs, with narrower tables.
+batch sizes ("buckets"), each with tables for `max_model_len` tokens. A decode step of another size
+is padded with dummy sequences, which read and write block 0.
 
 A graph replays a fixed list of kernels, but sampling launches different kernels for different
 requests. So a graph ends with the hidden states; logits and sampling come after its replay.
@@ -43,22 +42,28 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, runner: Any) -> None:
-        """Records a graph for each size and width, the largest first, so that the others can use
-        its memory."""
+        """Records the graphs."""
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
-            for num_keys in widths(size, runner.max_model_len):
-                # Dummy sequences of one token; only the width of their tables matters. Once there
-                # is a graph, `prepare` pads steps to its size: this step has it already.
-                buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
-                step = StepInputs.from_buffer(buffer.to(runner.device), shape)
-                # a first run loads the kernels, which a graph cannot do
-                runner.hidden_states(step)
-                graph = torch.cuda.CUDAGraph()
-                # other threads, such as NCCL's, may query the device meanwhile
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    hidden = runner.hidden_states(step)
-                self.captured[shape] = graph, step, hidden
+        for size, num_keys in self.kinds(runner.max_model_len):
+            # Dummy sequences of one token; only the width of their tables matters. Once there is a
+            # graph, `prepare` pads steps to its size: this step has it already.
+            buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
+            step = StepInputs.from_buffer(buffer.to(runner.device), shape)
+            # a first run loads the kernels, which a graph cannot do
+            runner.hidden_states(step)
+            graph = torch.cuda.CUDAGraph()
+            # other threads, such as NCCL's, may query the device meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                hidden = runner.hidden_states(step)
+            self.captured[shape] = graph, step, hidden
+
+    def kinds(self, longest: int) -> list[tuple[int, int]]:
+        """Returns the batch size of each graph, and the number of keys that its tables hold. The
+        largest comes first, so that the others can use its memory.
+
+        longest: the limit, `max_model_len`.
+        """
+        return [(size, longest) for size in reversed(self.sizes)]
 
     def can_replay(self, batch: Batch) -> bool:
         """Whether there are graphs, and each sequence computes one token and draws one."""
@@ -75,8 +80,7 @@ class CudaGraphs:
         num_keys: the keys of its longest sequence; longest: the limit, `max_model_len`.
         """
         size = self.sizes[bisect_left(self.sizes, len(batch))]
-        wide_enough = [width for width in widths(size, longest) if width >= num_keys]
-        return padded(batch, size), min(wide_enough)
+        return padded(batch, size), longest
 
     def replay(self, buffer: Tensor, shape: StepShape) -> tuple[StepInputs, Tensor]:
         """Copies a buffer into the inputs of the graph of this shape, and launches the graph.
@@ -89,32 +93,11 @@ class CudaGraphs:
         return step, hidden
 
 
-def widths(size: int, longest: int) -> list[int]:
-    """Returns the table widths, in keys, that have a graph for `size` sequences. Small sizes also
-    have narrower tables.
-
-    With few sequences, FlashAttention 2 splits the keys among the cores of a GPU, in parts that
-    depend on the width of the table: short sequences in a wide table would leave most cores idle.
-    """
-    narrow = [8192, 2048] if size < 32 else []
-    return [longest, *(width for width in narrow if width < longest)]
-
-
 def padded(batch: Batch, size: int) -> Batch:
-    """Returns a decode step padded with dummy sequences, which use block 0.
-
-    Its sequences are ordered by length, longest first. A GPU begins to compute them in this order:
-    if a long one came last, most cores would wait for it. The rows to sample keep their order.
-    """
+    """Returns a decode step padded with dummy sequences, which use block 0."""
     dummy = Sequence("", [0], 1, 1)
-    missing = size - len(batch)
-    sequences = batch.sequences + [dummy] * missing
-    starts = batch.starts + [0] * missing
-    rows = batch.sampled + [Row(0, dummy, 1)] * missing
-    order = sorted(range(size), key=starts.__getitem__, reverse=True)
-    # the inverse: where each sequence has gone
-    places = sorted(range(size), key=order.__getitem__)
+    missing = range(len(batch), size)
     return Batch(
-        sequences=[sequences[index] for index in order], starts=[starts[index] for index in order],
-        num_tokens=[1] * size,
-        sampled=[Row(place, row.seq, row.position) for place, row in zip(places, rows)])
+        sequences=batch.sequences + [dummy for _ in missing],
+        starts=batch.starts + [0 for _ in missing], num_tokens=[1] * size,
+        sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])

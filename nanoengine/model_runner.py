@@ -72,7 +72,8 @@ class ModelRunner:
         self.kernels = kernels(self.device, config.kernels)
         choose = part("choose_backend", config, choose_backend)
         self.backend = choose(config, self.dtype)
-        self.graphs = CudaGraphs(config.max_num_seqs)
+        self.sample_rows = part("sample", None, sample) if config.kernels else sample
+        self.graphs = part("graphs", None, CudaGraphs)(config.max_num_seqs)
         # with room for guesses: speculation.py adds at most 32 rows
         num_rows = config.max_num_seqs + 32
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
@@ -83,7 +84,8 @@ class ModelRunner:
         if is_in_model and not self.kernels.knows_attention(self.model):
             # the library has its attention only for the modules of model.py and a few others
             self.backend, is_in_model = "gather", False
-        self.is_invariant = self.kernels.optimize(self.model, has_attention=is_in_model)
+        optimize = self.kernels and self.kernels.optimize
+        self.is_invariant = bool(optimize) and optimize(self.model, has_attention=is_in_model)
 
         # 2. the size of its KV cache
         asked = config.max_model_len
@@ -200,8 +202,9 @@ class ModelRunner:
             logits = self.model.lm_head(hidden[start:start + size])
             rows = batch.sampled[start:start + size]
             these = slice(start, start + len(rows))
-            tokens[these] = sample(logits, step.draws.of(these), [row.seq for row in rows],
-                                   self.last_sampled, self.features, self.kernels)
+            tokens[these] = self.sample_rows(
+                logits, step.draws.of(these), [row.seq for row in rows], self.last_sampled,
+                self.features)
             self.features.call("drawn", rows, logits, tokens[these])
         # If there are more rows than last_sampled can hold, the engine waits for this step's tokens
         # before the next launch. NO_TOKEN is stored as token 0: a step that is in flight may
@@ -227,6 +230,7 @@ def choose_device(device: str) -> str:
 def choose_dtype(dtype: str, device: str, enabled: bool = True) -> torch.dtype:
     """Returns the dtype with this name; "auto": bfloat16, or float32 on a CPU without bfloat16."""
     if dtype == "auto":
-        is_fast = device == "cuda" or kernels(device, enabled).has_bfloat16()
+        library = kernels(device, enabled)
+        is_fast = device == "cuda" or library and library.has_bfloat16()
         dtype = "bfloat16" if is_fast else "float32"
     return getattr(torch, dtype)
