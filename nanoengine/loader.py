@@ -19,32 +19,24 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from nanoengine.config import EngineConfig
 from nanoengine.errors import also_check, naming, rejected
-from nanoengine.features import extension, part
+from nanoengine.features import extension
 from nanoengine.model import FAMILIES, Decoder, rope_table
 
 # What `Decoder` computes exactly: the values of entries in config.json, or of lists there. If an
 # entry is missing, transformers assumes the first of these values.
-SUPPORTED: dict[str, list | range] = {
-    "architectures": [family.architecture for family in FAMILIES.values()],
+SUPPORTED: dict[str, list] = {
     "model_type": [*FAMILIES],
     "layer_types": ["full_attention", "sliding_attention"],
     "hidden_act": ["silu"],
-    "is_causal": [True],
-    "transformers_weights": [None],
-    # positions are int32
-    "max_position_embeddings": range(1, 2**31),
-    "rope_type": ["default", "llama3", "linear", "yarn"],
-    "partial_rotary_factor": [1.0]}
-
-
-def find_model(model: str | Path, config: EngineConfig, name: str = "model") -> Path:
-    """Returns the folder of a model, or of a tokenizer. With sources.py, a feature, `model` can
-    also be a Hugging Face id or a GGUF file. name: the argument's name, for messages."""
-    return part("find_model", None, find_folder)(model, config, name)
+    "rope_type": ["default", "llama3", "linear", "yarn"]}
 
 
 def find_folder(model: str | Path, config: EngineConfig, name: str) -> Path:
-    """Returns the absolute path of a folder."""
+    """Returns the absolute path of a folder with a model or a tokenizer. With sources.py, a
+    feature, `model` can also be a Hugging Face id or a GGUF file.
+
+    name: the argument's name, for messages.
+    """
     folder = Path(model).expanduser().absolute()
     if folder.is_dir():
         return folder
@@ -66,15 +58,14 @@ def load_config(folder: Path, options: EngineConfig | None = None) -> Pretrained
     return config
 
 
-def check_supported(config: PretrainedConfig) -> None:
+def check_supported(config: PretrainedConfig, supported: dict = SUPPORTED) -> None:
     """Raises ValueError for a model that `Decoder` cannot compute. sources.py, a feature, finds
     more such models."""
-    rope = config.rope_parameters
-    for name, supported in SUPPORTED.items():
-        value = rope.get(name, getattr(config, name, supported[0]))
-        for each in value if isinstance(value, list) else [value]:
-            if each not in supported:
-                raise rejected(f"the model's {name}", each, f"one of {supported}")
+    for name, values in supported.items():
+        found = config.rope_parameters.get(name, getattr(config, name, values[0]))
+        for each in found if isinstance(found, list) else [found]:
+            if each not in values:
+                raise rejected(f"the model's {name}", each, f"one of {values}")
     # transformers knows which parameters a rope_type has
     rope_table(config, max_model_len=1)
 
@@ -98,20 +89,14 @@ def load_eos(folder: Path, config: PretrainedConfig,
     """Returns every EOS token with its `stop_reason`: as in vLLM, None for the tokenizer's own, and
     the id for those from generation_config.json, or else from config.json."""
     with naming(file := folder / "generation_config.json"):
-        eos = read_json(file).get("eos_token_id")
-        if eos is None:
-            eos = config.eos_token_id
+        eos = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+        eos = config.eos_token_id if eos is None else eos
         reasons = {each: each for each in (eos if isinstance(eos, list) else [eos])}
     if tokenizer:
         reasons[tokenizer.eos_token_id] = None
     # some files say -1 for none, and some tokenizers know more tokens than the model
     return {token_id: reason for token_id, reason in reasons.items()
             if isinstance(token_id, int) and 0 <= token_id < config.vocab_size}
-
-
-def read_json(file: Path) -> dict:
-    """Returns the entries of a JSON file; none if it is absent."""
-    return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 # --------------------------------------------------------------------------------- weights
@@ -143,26 +128,21 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files that transformers would read: model.safetensors, or else those that the
-    index names. Files that are absent are left out."""
-    files = [folder / "model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not files[0].is_file():
-        with naming(index):
-            files = [folder / name for name in sorted({*read_json(index)["weight_map"].values()})]
-    return [file for file in files if file.is_file()]
+    """Returns the files of weights, with their usual names. sources.py, a feature, reads other
+    names in the index of a checkpoint."""
+    return sorted(folder.glob("model*.safetensors"))
 
 
 def load_model(options: EngineConfig, config: PretrainedConfig, folder: Path, dtype: torch.dtype,
                place: Callable = place_on, read: Callable = lambda tensor, target: tensor[:],
-               opened: Callable = safe_open) -> Decoder:
+               opened: Callable = safe_open, files: Callable = weight_files) -> Decoder:
     """Returns the model with its weights in `dtype`; load_format="dummy" makes random ones.
 
     options: of the engine; config: of the model.
     place: allocates memory for the weights.
     read: reads the part of a checkpoint's tensor that belongs in its target.
-    opened: opens a file of weights. Offloading, tensor parallelism and quantization replace
-        these three.
+    opened: opens a file of weights.
+    files: finds these files. Offloading, tensor parallelism and sources.py replace these four.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of the wrong shape, or not floating-point.
@@ -175,7 +155,7 @@ def load_model(options: EngineConfig, config: PretrainedConfig, folder: Path, dt
         return model
     # each tensor of the checkpoint goes to its part of a parameter, until all are filled
     missing = checkpoint_tensors(model)
-    for file in weight_files(folder):
+    for file in files(folder):
         with naming(file), torch.device("cpu"):
             names = opened(file, framework="pt").keys()
             # rope_table computes inv_freq

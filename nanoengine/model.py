@@ -30,13 +30,11 @@ from nanoengine.step_inputs import StepInputs
 class Family(NamedTuple):
     """How a family of models differs from the first Llama.
 
-    architecture: its class in transformers.
     entries: the entries of config.json, besides the sizes, that change the computation.
     qkv_bias: whether the projections to queries, keys and values have biases.
     head_norm: whether the heads of queries and keys are normalized.
     """
 
-    architecture: str
     entries: tuple[str, ...] = ()
     qkv_bias: bool = False
     head_norm: bool = False
@@ -44,10 +42,10 @@ class Family(NamedTuple):
 
 # by the `model_type` of config.json
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", ("attention_bias", "mlp_bias")),
-    "mistral": Family("MistralForCausalLM", ("sliding_window",)),
-    "qwen2": Family("Qwen2ForCausalLM", ("layer_types",), qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", ("attention_bias", "layer_types"), head_norm=True)}
+    "llama": Family(("attention_bias", "mlp_bias")),
+    "mistral": Family(("sliding_window",)),
+    "qwen2": Family(("layer_types",), qkv_bias=True),
+    "qwen3": Family(("attention_bias", "layer_types"), head_norm=True)}
 
 
 def entry_of(config: PretrainedConfig, name: str) -> Any:

@@ -267,14 +267,14 @@ def test_damaged_files_are_named(text_copy, monkeypatch, file, content, message)
     check_refused(message, LLM, str(text_copy))
 
 
-UNCOMPUTED = [dict(is_causal=False), dict(is_causal=None), dict(hidden_act="gelu"),
-              dict(transformers_weights="other.safetensors"), dict(layer_types=["a"] * 2),
+UNCOMPUTED = [dict(hidden_act="gelu"), dict(layer_types=["a"] * 2),
               dict(layer_types=["full_attention", "chunked_attention"], attention_chunk_size=2),
-              dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-              dict(max_position_embeddings=2**31)]
+              dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})]
 # sources.py refuses these; test_model.py has more
-ODD = [dict(sliding_window=1, use_sliding_window=True, max_window_layers=0,
-            layer_types=["sliding_attention"] * 2), dict(num_attention_heads=3)]
+ODD = [dict(is_causal=False), dict(is_causal=None), dict(max_position_embeddings=2**31),
+       dict(transformers_weights="other.safetensors"), dict(num_attention_heads=3),
+       dict(sliding_window=1, use_sliding_window=True, max_window_layers=0,
+            layer_types=["sliding_attention"] * 2)]
 
 
 @pytest.mark.parametrize("has_words, changes", [

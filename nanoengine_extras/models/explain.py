@@ -16,11 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as USUAL
 
 from nanoengine.errors import logger, naming, rejected
-from nanoengine.loader import SUPPORTED, read_json, weight_files
 from nanoengine.model import FAMILIES
+from nanoengine_extras.models import ARCHITECTURES, SUPPORTED, read_json, weight_files
 
-# the classes of transformers that the engine's own model replaces
-ARCHITECTURES = [family.architecture for family in FAMILIES.values()]
 # the models that are accepted instead
 ORIGINAL = "the original model, with config.json and safetensors"
 FOR_TRANSFORMERS = "its version for transformers, with config.json and safetensors"

@@ -1,9 +1,7 @@
-"""generation_config.json: the parameters that `sampling_params=None` stands for, as in vLLM.
-
-`InputProcessor` calls this. Without this feature, None stands for `SamplingParams()`.
+"""generation_config.json: the parameters that `sampling_params=None` stands for, as in vLLM:
+fills the slot "default_params".
 """
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from transformers import PretrainedConfig
 from nanoengine.errors import logger, naming, rejected
 from nanoengine.features import is_installed
 from nanoengine.sampling_params import SamplingParams
+from nanoengine_extras.models import read_json
 
 # the entries of generation_config.json that are used, as in vLLM, with our names
 GENERATION_ENTRIES = {"max_new_tokens": "max_tokens", **{name: name for name in (
@@ -30,7 +29,7 @@ def of_chats(config: PretrainedConfig) -> dict[str, Any]:
 
     config: the model's."""
     file = Path(str(config.name_or_path)) / "generation_config.json"
-    most = json.loads(file.read_text()).get("max_new_tokens") if file.is_file() else None
+    most = read_json(file).get("max_new_tokens")
     return {} if most is None else {"max_tokens": most}
 
 
@@ -38,8 +37,7 @@ def load_defaults(folder: Path) -> SamplingParams:
     """Returns the parameters in the file, and warns about entries that would change the output
     elsewhere, but have no effect here. Raises ValueError for a damaged file."""
     with naming(file := folder / "generation_config.json"):
-        content = json.loads(file.read_text()) if file.is_file() else {}
-        given = {name: value for name, value in content.items() if value is not None}
+        given = {name: value for name, value in read_json(file).items() if value is not None}
         ignored = [name for name in given.keys() - GENERATION_ENTRIES.keys()
                    if HARMLESS.get(name, False) not in (given[name], None)]
         if ignored:

@@ -23,9 +23,9 @@ from nanoengine import loader
 from nanoengine.config import EngineConfig
 from nanoengine.errors import naming, rejected
 from nanoengine.features import extension, part, shown
-from nanoengine.loader import weight_files
 from nanoengine.model import FAMILIES, entry_of, window_of
 from nanoengine.model_runner import ModelRunner
+from nanoengine_extras.models import SUPPORTED, weight_files
 
 # The kinds of rotary positions that lengthen the context by a factor, and the entry that is
 # multiplied: vLLM's rule (`_get_and_verify_max_len`). For llama3, max_position_embeddings is the
@@ -76,7 +76,9 @@ def load_config(folder: Path, config: EngineConfig) -> PretrainedConfig:
 
 
 def check_own(config: PretrainedConfig) -> None:
-    """Raises ValueError for entries that transformers and the engine understand differently."""
+    """Raises ValueError for entries that the engine cannot compute, or does not understand as
+    transformers does."""
+    loader.check_supported(config, SUPPORTED)
     if config.num_attention_heads % max(1, config.num_key_value_heads):
         raise rejected("the model's num_attention_heads", config.num_attention_heads,
                        f"a multiple of num_key_value_heads={config.num_key_value_heads}")
@@ -111,7 +113,7 @@ def any_loader(runner: ModelRunner, load: Callable) -> Callable:
         finish = options.pop("finish", lambda model: model)
         if model_config.model_type not in FAMILIES:
             return extension("models.transformers_models").load(runner, folder, **options)
-        model = load(config, model_config, folder, dtype, **options)
+        model = load(config, model_config, folder, dtype, files=weight_files, **options)
         # the caller can have another default device
         with torch.device("cpu"):
             return finish(model)

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
-from nanoengine.loader import find_model
 from nanoengine_extras.models import quantized
+from nanoengine_extras.models.sources import find_model
 from nanoengine_extras.running import strict as memory
 from nanoengine_extras.cpu import compiling
 from nanoengine_extras.models.quantized.loading import pack
@@ -256,8 +256,8 @@ def test_a_header_is_read_from_an_array():
 
 def test_the_folder_of_a_gguf_is_a_model():
     """As `bench.py` gives it to several engines."""
-    folder = find_model(REAL, EngineConfig(REAL))
-    assert find_model(folder, EngineConfig(folder)) == folder
+    folder = find_model(REAL, EngineConfig(REAL), "model")
+    assert find_model(folder, EngineConfig(folder), "model") == folder
     assert generated(folder) == generated(REAL)
 
 

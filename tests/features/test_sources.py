@@ -8,22 +8,22 @@ from conftest import check_refused
 from transformers import LlamaConfig, Qwen3Config
 
 from nanoengine.config import EngineConfig
-from nanoengine.loader import find_folder, find_model
-from nanoengine_extras.models.sources import context_length
+from nanoengine.loader import find_folder
+from nanoengine_extras.models.sources import context_length, find_model
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "not a model!", "./missing/../folder"])
 def test_a_path_that_is_no_model(model):
     """The message says which absolute path was looked for."""
     accepted = "must be a folder with safetensors, or a Hugging Face id; there is no folder /"
-    check_refused(f"model=.* {accepted}", find_model, model, EngineConfig(model))
+    check_refused(f"model=.* {accepted}", find_model, model, EngineConfig(model), "model")
     accepted = accepted.replace("safetensors", "a tokenizer")
     check_refused(f"tokenizer=.* {accepted}", find_model, model, EngineConfig(model), "tokenizer")
 
 
 def test_a_path_in_the_home_folder(monkeypatch, bundled):
     monkeypatch.setenv("HOME", str(Path(bundled).parent))
-    assert find_model("~/tiny-qwen3", EngineConfig("m")) == Path(bundled)
+    assert find_model("~/tiny-qwen3", EngineConfig("m"), "model") == Path(bundled)
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "some/model"])

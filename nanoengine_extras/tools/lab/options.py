@@ -17,7 +17,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_engine
 from nanoengine.errors import naming
 from nanoengine.features import part
-from nanoengine.loader import find_model, load_config
+from nanoengine.loader import find_folder, load_config
 from nanoengine.model_runner import choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor
@@ -97,7 +97,8 @@ class Parser(BaseParser):
             args.given["load_format"] = "dummy"
         options = {"device": "auto", **defaults, **args.given}
         options["device"] = choose_device(options["device"])
-        folder = find_model(args.model, EngineConfig(str(args.model), **options))
+        folder = part("find_model", None, find_folder)(
+            args.model, EngineConfig(str(args.model), **options), "model")
         args.engine_config = config = EngineConfig(model=str(folder), **options)
         model_config = part("load_config", config, load_config)(folder, config)
         args.vocab_size = model_config.vocab_size
