@@ -23,9 +23,9 @@ WIDE = 90
 DOCUMENTED: Any = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # the most of each; "features" are all extras but the tools
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1660, "nodes": 12000, "nodes a line": 7.3, "width": 43, "wide": 0.05,
+    "nanoengine": {"lines": 1500, "nodes": 10850, "nodes a line": 7.25, "width": 43, "wide": 0.05,
                    "pairs": 2},
-    "features": {"lines": 8700}, "nanoengine_extras/tools": {"lines": 2100},
+    "features": {"lines": 8850}, "nanoengine_extras/tools": {"lines": 2100},
     "bench.py": {"lines": 200}}
 # libraries, whose files can be longer
 KERNELS = ("cpu", "gpu")

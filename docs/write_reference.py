@@ -26,6 +26,7 @@ from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.features import extension  # noqa: E402
 from nanoengine.policies import TABLES as POLICIES  # noqa: E402
 from nanoengine.requests import CompletionOutput, RequestOutput  # noqa: E402
+from nanoengine_extras import Calls  # noqa: E402
 from nanoengine_extras.sampling.beam_search import BeamSearchParams, BeamSearchSequence  # noqa: E402
 from nanoengine_extras.tools.chat import render  # noqa: E402
 from nanoengine_extras.running.metrics import Metrics, RequestMetrics  # noqa: E402
@@ -147,7 +148,7 @@ def fields(kind: Any) -> str:
 def calls() -> str:
     """The methods of `LLM`; some only call a feature's function, which has the arguments."""
     rows = []
-    for name, method in vars(LLM).items():
+    for name, method in (vars(LLM) | vars(Calls)).items():
         if name.startswith("_") or not inspect.isfunction(method):
             continue
         # made by `call_of`

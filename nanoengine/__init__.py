@@ -39,7 +39,7 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
-from nanoengine.features import declared, extension
+from nanoengine.features import declared
 from nanoengine.llm import LLM
 from nanoengine.requests import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -47,9 +47,6 @@ from nanoengine.sampling_params import SamplingParams
 __version__ = "0.3.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
-def __getattr__(name: str) -> type:
-    """`from nanoengine import BeamSearchParams` finds this class in its feature's file."""
-    exports = declared("EXPORTS")
-    if name in exports:
-        return getattr(extension(exports[name]), name)
-    raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")
+# `from nanoengine import BeamSearchParams` finds this class in its feature's file
+if exported := declared("exported"):
+    __getattr__ = exported

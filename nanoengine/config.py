@@ -17,9 +17,7 @@ BY_DEVICE: Any = None
 CONDITIONS: list[Condition] = [
     ("max_num_batched_tokens", lambda c: c.max_num_batched_tokens >= c.max_num_seqs >= 1,
      "at least max_num_seqs={max_num_seqs}; both at least 1"),
-    ("block_size", lambda c: c.block_size >= 1, "at least 1"),
-    ("kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
-     "True for attention_backend={attention_backend!r}")]
+    ("block_size", lambda c: c.block_size >= 1, "at least 1")]
 
 
 @dataclass(frozen=True)

@@ -132,15 +132,6 @@ class Engine:
         self.features.call("done", launched, seqs)
         return seqs
 
-    def abort(self, request_ids: set[str]) -> None:
-        """Ends the sequences of these requests, between two steps. Forks that are not queued yet
-        are left to the caller. Full blocks stay in the prefix cache."""
-        for seq in [*self.scheduler.waiting, *self.scheduler.running]:
-            if seq.request_id in request_ids:
-                self.finish(seq, "abort")
-        if not self.scheduler.has_unfinished():
-            self.in_flight = None
-
     def check_open(self) -> None:
         if not self.runner:
             raise RuntimeError("the LLM is closed: make a new one")

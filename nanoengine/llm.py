@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, make_engine
-from nanoengine.errors import naming, rejected
-from nanoengine.features import asked_by, call_of, declared, kernels, part
-from nanoengine.loader import Tokenizer, find_model, load_config
+from nanoengine.errors import naming
+from nanoengine.features import asked_by, declared, part
+from nanoengine.loader import Tokenizer, find_folder, load_config
 from nanoengine.model_runner import ModelRunner, choose_device
 from nanoengine.observers import Features
 from nanoengine.requests import InputProcessor, Params, Prompts, Request, RequestOutput
@@ -35,34 +35,10 @@ class Driver:
 
     If nanoengine_extras/running/shared_steps.py is installed, its driver takes the place of this
     one: then any thread can call at any time, and all calls share their steps.
-
-    active: the requests in the engine, by their ids.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.active: dict[str, Request] = {}
-
-    def add(self, requests: list[Request]) -> None:
-        """Queues requests."""
-        for request in requests:
-            self.active[request.request_id] = request
-            self.engine.add(request.seq)
-
-    def step(self) -> list[Request]:
-        """Runs one step; returns the requests that have a new token, or end."""
-        updated = {seq.request_id: self.active[seq.request_id] for seq in self.engine.step()}
-        for request_id, request in updated.items():
-            if request.is_finished:
-                del self.active[request_id]
-        return [*updated.values()]
-
-    def abort(self, requests: list[Request]) -> None:
-        """Ends requests that have not ended."""
-        self.engine.abort({request.request_id for request in requests})
-        for request in requests:
-            request.end()
-            self.active.pop(request.request_id, None)
 
     def run(self, requests: list[Request],
             look: Callable = lambda request: request) -> Generator[list]:
@@ -72,31 +48,38 @@ class Driver:
         by default the request itself, for each request with a new token, or raises the error of a
         request. However this ends, the engine is empty afterwards, and all blocks are free.
         """
-        if self.active:
-            raise RuntimeError("requests of another call have not ended; only with "
+        engine = self.engine
+        if engine.has_unfinished():
+            raise RuntimeError("another call has not ended; only with "
                                "nanoengine_extras/running/shared_steps.py can calls share steps")
+        of_call = {request.request_id: request for request in requests}
         try:
-            self.add(requests)
+            for request in requests:
+                engine.add(request.seq)
             yield []
             # at the end, a step without results can be in flight
-            while self.engine.has_unfinished():
-                updated = self.step()
+            while engine.has_unfinished():
+                # several completions of a request can have a new token
+                updated = {of_call[seq.request_id]: None for seq in engine.step()}
                 for request in updated:
                     if request.error:
                         raise request.error
                 yield [look(request) for request in updated]
         finally:
             # after an error, Ctrl-C, or if a user drops a stream
-            if self.active or self.engine.has_unfinished():
-                self.active = {}
-                self.engine.reset()
+            if not all(request.is_finished for request in requests) or engine.has_unfinished():
+                engine.reset()
 
     def change(self, work: Callable) -> Any:
         """Does some work that changes the engine, between two steps; returns its result."""
         return work()
 
 
-class LLM(AbstractContextManager):
+# the methods that need features, such as `chat`
+Calls: Any = declared("Calls") or object
+
+
+class LLM(AbstractContextManager, Calls):
     """An engine for offline generation.
 
         llm = LLM("models/tiny-qwen3")
@@ -116,16 +99,14 @@ class LLM(AbstractContextManager):
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
-        # raises an error where a computation in a forked process would hang
-        kernels(config.device, config.kernels).check_process()
         features = Features([*declared("ALWAYS"), *asked_by(config)], config.features)
-        folder = find_model(config.model, config)
+        folder = part("find_model", None, find_folder)(config.model, config, "model")
         self.model_config = part("load_config", config, load_config)(folder, config)
         self.inputs = InputProcessor(config, self.model_config, folder, features)
-        make_runner = part("runner", config, ModelRunner)
         # errors such as a size of 0 in config.json, or a model too large for the memory
         with naming(f"{config.model} cannot be run with these options"):
-            runner = make_runner(config, self.model_config, folder, features)
+            runner = part("runner", config, ModelRunner)(
+                config, self.model_config, folder, features)
         self.inputs.max_model_len = runner.max_model_len
         self.engine = make_engine(config, runner, features)
         self.driver = part("driver", config, Driver)(self.engine)
@@ -145,7 +126,7 @@ class LLM(AbstractContextManager):
 
         Raises ValueError for bad input before anything is generated, and RuntimeError if the engine
         is closed, if an error in another call breaks a shared step, or, without the feature
-        shared_steps, if requests of another call have not ended.
+        shared_steps, if another call has not ended.
         """
         requests = self.inputs.make_requests(prompts, sampling_params, priority)
         bar_of = part("progress_bar", self.config, lambda engine: tqdm)(self.engine)
@@ -167,49 +148,6 @@ class LLM(AbstractContextManager):
         # up to its first yield: the requests are queued now
         next(steps)
         return (output for outputs in steps for output in outputs)
-
-    # these need features: the functions of the same names in their files
-    chat = call_of("tools.chat", "chat")
-    stream_chat = call_of("tools.chat", "stream_chat")
-    beam_search = call_of("sampling.beam_search", "beam_search")
-    score = call_of("tools.scores", "score")
-    metrics = call_of("running.metrics", "metrics")
-    # with trace=True: a record of each step
-    trace = property(call_of("running.metrics", "trace"))
-    turn = call_of("running.shared_steps", "turn")
-
-    # ------------------------------------------------------------------------ steps by hand
-
-    def add(self, prompts: Prompts, sampling_params: Params = None,
-            priority: int | list[int] | None = None) -> list[Request]:
-        """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
-
-        A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
-        """
-        requests = self.inputs.make_requests(prompts, sampling_params, priority)
-        self.driver.add(requests)
-        return requests
-
-    def step(self) -> list[Request]:
-        """Runs one step for all requests, and returns the requests that have new tokens.
-
-        A request that cannot continue gets the `finish_reason` "error". An error that breaks the
-        step is raised. If other threads run steps as well, read a request inside
-        `with llm.turn():`.
-        """
-        return self.driver.step()
-
-    def abort(self, requests: list[Request]) -> None:
-        """Ends requests, waiting or running, and frees their blocks.
-
-        requests: those that `add` returned; finished ones stay as they are.
-        """
-        with naming(rejected("requests", requests, "a list of what `add` returned")):
-            left = [request for request in requests if not request.is_finished]
-        self.driver.abort(left)
-
-    # the requests that have not ended, by their ids
-    active = property(lambda self: self.driver.active)
 
     # ------------------------------------------------------------------------------ the rest
 

@@ -35,14 +35,12 @@ def mixed(scheduler: Any) -> Batch:
 
 # a name in a table, or a function like those in the table
 Policy = str | Callable
-# the policies of an option, by their names
-Table = dict[str, Callable]
 # fills a step, given the `Scheduler`
-BATCHING: Table = {"prefill-first": prefill_first, "mixed": mixed}
+BATCHING: dict[str, Callable] = {"prefill-first": prefill_first, "mixed": mixed}
 # the rank of a waiting sequence; smaller ranks first, then in order of arrival
-ORDERS: Table = {"fcfs": lambda seq: 0}
+ORDERS: dict[str, Callable] = {"fcfs": lambda seq: 0}
 # chooses the sequence to preempt from the running ones, which are in order of admission
-VICTIMS: Table = {"youngest": lambda running: running[-1]}
+VICTIMS: dict[str, Callable] = {"youngest": lambda running: running[-1]}
 # the table of each of these options of `LLM`
 TABLES = {"scheduling": BATCHING, "scheduling_policy": ORDERS, "preemption_victim": VICTIMS}
 

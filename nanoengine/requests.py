@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from nanoengine.config import EngineConfig
 from nanoengine.errors import also_check, logger, naming
 from nanoengine.features import asked_by, part
-from nanoengine.loader import Tokenizer, find_model, load_eos, load_tokenizer
+from nanoengine.loader import Tokenizer, find_folder, load_eos, load_tokenizer
 from nanoengine.observers import Features
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence, hash64
@@ -109,13 +109,6 @@ class Request:
     # the error that its call must raise
     error = property(lambda self: next((seq.error for seq in self.seqs if seq.error), None))
 
-    def end(self, error: Exception | None = None) -> None:
-        """Ends its unfinished completions (all, if there is an error)."""
-        for seq in self.seqs:
-            if error or not seq.finish_reason:
-                seq.finish_reason = "abort"
-                seq.error = error
-
     def output(self) -> RequestOutput:
         """Returns the output of the request so far."""
         token_ids = self.seq.token_ids[:self.seq.num_prompt_tokens]
@@ -166,8 +159,9 @@ class InputProcessor:
         self.config = config
         self.features = features
         self.vocab_size = model_config.vocab_size
+        find = part("find_model", None, find_folder)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
-            find_model(config.tokenizer or folder, config, "tokenizer"))
+            find(config.tokenizer or folder, config, "tokenizer"))
         self.default_params = part("default_params", config, default_params)(folder)
         # texts.py makes texts while tokens arrive
         self.text_of = part("text_of", config, self.text_of_ended)
@@ -265,5 +259,6 @@ class InputProcessor:
 def default_params(folder: Path) -> SamplingParams:
     """Returns the parameters that None stands for, without generation_config.py."""
     if (folder / "generation_config.json").is_file():
-        logger.warning("generation_config.json is ignored without generation_config.py")
+        logger.warning("generation_config.json has no effect without generation_config.py, but for "
+                       "its EOS tokens")
     return SamplingParams()

@@ -13,9 +13,6 @@ from nanoengine.features import of
 
 CONDITIONS: list[Condition] = [
     ("n", lambda p: 1 <= p.n <= 16384, "from 1 to 16384"),
-    # in vLLM's words, which scripts may look for
-    ("n", lambda p: p.n == 1 or p.temperature > 0,
-     "1 with temperature=0 (n must be 1 when using greedy sampling)"),
     ("temperature", lambda p: 0 <= p.temperature, "at least 0"),
     ("top_p", lambda p: 0 < p.top_p <= 1, "above 0, and at most 1"),
     ("min_p", lambda p: 0 <= p.min_p <= 1, "from 0 to 1"),

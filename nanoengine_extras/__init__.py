@@ -1,7 +1,13 @@
 """Optional features of the engine. Each is a file, imported on demand, that can be deleted.
 
-The engine reads these tables. A row whose file is deleted does nothing.
+The engine reads these tables. A row whose file is deleted does nothing. The libraries of kernels
+need none of this: nothing of the engine is imported here.
 """
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 # the file of each observer, and its class, in the order in which the engine calls them
 OBSERVERS = {
@@ -24,6 +30,8 @@ STANDARD = {
     "text_of": "sampling.texts",
     "texts_of_tokens": "sampling.texts",
     "default_params": "models.generation_config",
+    "graphs": "running.graphs",
+    "sample": "sampling.fast_sampling",
     "free_bytes": "running.memory",
     "backends": "running.backends",
     **dict.fromkeys(("find_model", "load_config", "any_loader"), "models.sources"),
@@ -32,3 +40,43 @@ STANDARD = {
 # the classes that `from nanoengine import …` finds in a file
 EXPORTS = dict.fromkeys(
     ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "sampling.beam_search")
+
+
+def extension(name: str, asked: str = "") -> ModuleType:
+    """The function of this name in nanoengine/features.py."""
+    return import_module("nanoengine.features").extension(name, asked)
+
+
+def exported(name: str) -> type:
+    """Returns a class of EXPORTS: the `__getattr__` of the package nanoengine."""
+    if name in EXPORTS:
+        return getattr(extension(EXPORTS[name]), name)
+    raise AttributeError(f"module 'nanoengine' has no attribute {name!r}")
+
+
+def call_of(name: str, call: str) -> Callable:
+    """Returns a method of `LLM`: the function `call` in the file of a feature."""
+    def method(llm: Any, *args: object, **options: object) -> Any:
+        return getattr(extension(name, f"LLM.{call}"), call)(llm, *args, **options)
+
+    method.__doc__ = f'See `help("nanoengine_extras.{name}.{call}")`.'
+    return method
+
+
+class Calls:
+    """The methods of `LLM` that need features; a base class of `LLM`."""
+
+    chat = call_of("tools.chat", "chat")
+    stream_chat = call_of("tools.chat", "stream_chat")
+    beam_search = call_of("sampling.beam_search", "beam_search")
+    score = call_of("tools.scores", "score")
+    metrics = call_of("running.metrics", "metrics")
+    # with trace=True: a record of each step
+    trace = property(call_of("running.metrics", "trace"))
+    # steps by hand
+    add = call_of("running.shared_steps", "add")
+    step = call_of("running.shared_steps", "step")
+    abort = call_of("running.shared_steps", "abort")
+    # the requests that have not ended, by their ids
+    active = property(call_of("running.shared_steps", "active"))
+    turn = call_of("running.shared_steps", "turn")

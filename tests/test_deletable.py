@@ -49,6 +49,8 @@ ALL_CASES = {
                "assert any(hasattr(each, 'make_calls') for each in modules)\n"
                "with_option.close()",
     "models.generation_config": "assert texts.get_default_sampling_params() != SamplingParams()",
+    "running.graphs": "assert type(llm.engine.runner.graphs).__name__ == 'BusyGraphs'",
+    "sampling.fast_sampling": "assert 'fast' in llm.engine.runner.sample_rows.__module__",
     "running.memory": "LLM(model, gpu_memory_utilization=0.5, **options).close()",
     "models.gguf": f"LLM({str(TESTS / 'q3-q4_k_m.gguf')!r}, **options).close()",
     "running.kv_cache": "assert tokens_with(kv_cache_dtype='fp8') and llm.engine",
@@ -107,7 +109,8 @@ REFUSED = {"running.backends": "attention_backend='varlen' is not accepted",
 if importlib.util.find_spec("lm_eval"):
     del REFUSED["tools.lm_eval"]
 # what needs another feature, as that is what it is made of
-NEEDS = {"tools.async_llm": ["running.shared_steps"], "tools.batch": ["tools.openai_format"],
+NEEDS = {"tools.async_llm": ["running.shared_steps"],
+         "tools.batch": ["tools.openai_format", "running.shared_steps"],
          "sampling.beam_search": ["sampling.logprobs"],
          "models.gguf": ["models.quantized", "models.sources"],
          "models.explain": ["models.sources"],
@@ -128,6 +131,8 @@ WITHOUT = {
                "with contextlib.suppress(ValueError):\n"
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
     "models.generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
+    "running.graphs": "assert type(llm.engine.runner.graphs).__name__ == 'CudaGraphs'",
+    "sampling.fast_sampling": "assert 'fast' not in llm.engine.runner.sample_rows.__module__",
     "tools.openai_format": "import nanoengine_extras",
     # transformers' own layers stay; without models of transformers, there is nothing to ask for
     "models.own_layers": "import nanoengine_extras",
@@ -142,8 +147,8 @@ CASES = {name: case for name, case in ALL_CASES.items()
 # those that every engine has
 ALWAYS = {*FILES} & {
     "models.explain", "models.generation_config", "models.sources", "running.backends",
-    "running.guards", "running.metrics", "running.shared_steps", "running.strict",
-    "running.threads", "sampling.texts"}
+    "running.graphs", "running.guards", "running.metrics", "running.shared_steps", "running.strict",
+    "running.threads", "sampling.fast_sampling", "sampling.texts"}
 
 # those whose case starts a process: they are asked for where they are deleted, and where nothing is
 # only in the slow tests, as their own tests show that they work

@@ -28,7 +28,7 @@ import nanoengine_extras.running.policies  # noqa: F401  adds its names before a
 from nanoengine import LLM, SamplingParams
 from nanoengine.features import is_installed
 from nanoengine.policies import TABLES
-from nanoengine_extras import OBSERVERS
+from nanoengine_extras import OBSERVERS, Calls
 from nanoengine_extras.running.metrics import Metrics
 
 if any(map(is_deleted, ALL_CASES)):
@@ -208,7 +208,7 @@ def test_what_help_is_asked_for_exists():
     """Docstrings of the calls, and documents, name it as `help` takes it."""
     files = [ROOT / "nanoengine" / "llm.py", *DOCUMENTS]
     texts = [file.read_text() for file in files]
-    texts += [str(method.__doc__) for method in vars(LLM).values()]
+    texts += [str(method.__doc__) for method in vars(Calls).values()]
     names = {name for text in texts for name in re.findall(r'help\("(nano[^"]+)"\)', text)}
     names = {name for name in names if "{" not in name}
     assert len(names) >= 3

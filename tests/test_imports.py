@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("nanoengine", "nanoengine_extras")
 # what is imported by a text, and where
-BY_TEXT = {"nanoengine.features": ["module"],
+BY_TEXT = {"nanoengine.features": ["module"], "nanoengine_extras": ['"nanoengine.features"'],
            "nanoengine_extras.cpu.memory": ['"scipy.linalg.cython_blas"']}
 
 

@@ -16,7 +16,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.errors import Condition, naming, rejected
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
-from nanoengine.policies import Table, find_policy
+from nanoengine.policies import find_policy
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Batch, Sequence
 
@@ -144,9 +144,9 @@ class HoldingBlockManager(BlockManager):
         return max(super().num_blocks_to_hold(seq), self.num_blocks_for(held))
 
 
-MORE_BATCHING: Table = {"static": Static}
-MORE_ORDERS: Table = {"priority": attrgetter("priority")}
-MORE_VICTIMS: Table = {
+MORE_BATCHING: dict[str, Callable] = {"static": Static}
+MORE_ORDERS: dict[str, Callable] = {"priority": attrgetter("priority")}
+MORE_VICTIMS: dict[str, Callable] = {
     "longest": highest(lambda seq: seq.num_tokens),
     "lowest-priority": highest(lambda seq: seq.priority),
     "least-recently-run": LeastRecentlyRun,

@@ -24,9 +24,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nanoengine.engine import Engine
-from nanoengine.features import kernels
+from nanoengine.errors import naming, rejected
 from nanoengine.llm import LLM, Driver
-from nanoengine.requests import Request
+from nanoengine.requests import Params, Prompts, Request
+from nanoengine_extras.running import process_check
 
 
 class SharedDriver(Driver):
@@ -43,7 +44,7 @@ class SharedDriver(Driver):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         # a fork of this process could wait for its lock forever
-        self.check_process = kernels(engine.config.device, engine.config.kernels).check_process()
+        self.check_process = process_check(engine.config)
         self.arrived: deque[Request] = deque()
         self.dropped: deque[Request] = deque()
         self.entered: dict[str, Request] = {}
@@ -153,10 +154,10 @@ class SharedDriver(Driver):
                 dropped = [self.dropped.popleft() for _ in self.dropped.copy()]
                 dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
                 if dropped:
-                    self.engine.abort({each.request_id for each in dropped})
+                    leave(self.engine, {each.request_id for each in dropped})
                 for each in dropped:
                     # in this order: Ctrl-C in between must leave it in `entered`
-                    each.end(self.error)
+                    end(each, self.error)
                     self.inboxes[each][each.request_id] = each
                     self.entered.pop(each.request_id, None)
                 self.error = None
@@ -166,13 +167,68 @@ class SharedDriver(Driver):
                 raise
 
 
+def leave(engine: Engine, request_ids: set[str]) -> None:
+    """Ends the sequences of these requests, between two steps. Forks that are not queued yet end in
+    `end`. Full blocks stay in the prefix cache."""
+    for seq in [*engine.scheduler.waiting, *engine.scheduler.running]:
+        if seq.request_id in request_ids:
+            engine.finish(seq, "abort")
+    if not engine.scheduler.has_unfinished():
+        engine.in_flight = None
+
+
+def end(request: Request, error: Exception | None) -> None:
+    """Ends the unfinished completions of a request (all, if there is an error)."""
+    for seq in request.seqs:
+        if error or not seq.finish_reason:
+            seq.finish_reason = "abort"
+            seq.error = error
+
+
+# --------------------------------------------------------------------- methods of `LLM`
+
+
+def add(llm: LLM, prompts: Prompts, sampling_params: Params = None,
+        priority: int | list[int] | None = None) -> list[Request]:
+    """Queues requests for `step` to run; returns them. The arguments are those of `generate`.
+
+    A request has `.is_finished` and `.output()`, its `RequestOutput` so far.
+    """
+    requests = llm.inputs.make_requests(prompts, sampling_params, priority)
+    llm.driver.add(requests)
+    return requests
+
+
+def step(llm: LLM) -> list[Request]:
+    """Runs one step for all requests, and returns the requests that have new tokens.
+
+    A request that cannot continue gets the `finish_reason` "error". An error that breaks the step
+    is raised. If other threads run steps as well, read a request inside `with llm.turn():`.
+    """
+    return llm.driver.step()
+
+
+def abort(llm: LLM, requests: list[Request]) -> None:
+    """Ends requests, waiting or running, and frees their blocks.
+
+    requests: those that `add` returned; finished ones stay as they are.
+    """
+    with naming(rejected("requests", requests, "a list of what `add` returned")):
+        left = [request for request in requests if not request.is_finished]
+    llm.driver.abort(left)
+
+
+def active(llm: LLM) -> dict[str, Request]:
+    """Returns the requests that have not ended, by their ids."""
+    return llm.driver.active
+
+
 def turn(llm: LLM) -> threading.RLock:
     """Returns the lock: `with llm.turn():` holds the engine for this thread alone, between two
     steps.
 
     Raises RuntimeError if this thread already has a turn, or if this process is a fork.
     """
-    assert isinstance(llm.driver, SharedDriver)
     return llm.driver.turn()
 
 

@@ -246,6 +246,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_llm()
     flags = parser.parse_args(arguments)
     output = flags.output_file
+    # it runs steps by hand
+    extension("running.shared_steps", "tools.batch")
     with parser.faults():
         if not flags.input_file.is_file():
             raise rejected("--input-file", f"{flags.input_file}", "a file that exists")

@@ -19,6 +19,7 @@ from forks import run_in_fork
 from nanoengine import SamplingParams
 from nanoengine.engine import Engine
 from nanoengine.scheduler import Scheduler
+from nanoengine_extras.running import shared_steps
 
 PARAMS = SamplingParams(seed=3, max_tokens=8)
 
@@ -119,7 +120,7 @@ def test_metrics_can_be_polled_from_another_thread(tiny_llm):
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("first", [(Engine, "step"), (Scheduler, "postprocess")])
 @pytest.mark.parametrize("second", [(Engine, "reset"), (Scheduler, "reset"),
-                                    (Scheduler, "finish"), (Engine, "abort")])
+                                    (Scheduler, "finish"), (shared_steps, "leave")])
 def test_a_second_ctrl_c_while_the_first_is_cleaned_up(make_llm, monkeypatch, first, second,
                                                        run_ahead):
     """Whatever it leaves behind, the next call begins with a clean engine."""
