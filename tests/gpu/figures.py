@@ -152,6 +152,13 @@ def time_products() -> None:
         winner = "few_rows" if found < of_cublas else "cuBLAS"
         show(f"few_rows, {rows} rows", found, str(predicted),
              f"; {size / found / 1e6:.2f} TB/s; {winner} wins")
+    for rows in (64, 256):
+        for library in ("cublas",) if DRY else ("cublas", "cublaslt"):
+            torch.backends.cuda.preferred_blas_library(library)
+            found = microseconds(lambda: run("with_cublas", rows))  # noqa: B023
+            show(f"{library}, norms and SwiGLU, {rows} rows", found,
+                 "824 for the products of 256 rows alone; 600 are wanted")
+    torch.backends.cuda.preferred_blas_library("default")
 
 
 def time_sizes() -> None:
