@@ -54,8 +54,8 @@ def gather_attention(query: Tensor, cache: Tensor, window: int | None, step: Ste
         blocks = cache[:, step.block_tables[seq]]
         # cut after the last key
         keys, values = blocks.flatten(1, 2)[:, :length].transpose(1, 2)
-        # in pieces of 256 queries, since the weights of all queries at once would be a huge
-        # float32 tensor
+        # in pieces of 256 queries, since the attention weights of all queries at once would be a
+        # huge float32 tensor
         end = starts[seq + 1]
         for first in range(starts[seq], end, 256):
             rows = slice(first, min(first + 256, end))
@@ -150,7 +150,7 @@ def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:
     if name == "auto":
         # "gather" works everywhere
         name = max(filter(works, table), key=lambda each: table[each].rank)
-    # one that is asked for does not import the libraries of the others
+    # if the user names a backend, only this one is tested: the libraries of others stay unimported
     if not works(name):
         accepted = f"one of {[*filter(works, table)]} for {dtype} on {config.device}"
         raise rejected("attention_backend", name, accepted)

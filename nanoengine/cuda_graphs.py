@@ -45,8 +45,9 @@ class CudaGraphs:
         """Records the graphs."""
         pool = torch.cuda.graph_pool_handle()
         for size, num_keys in self.kinds(runner.max_model_len):
-            # Dummy sequences of one token; only the width of their tables matters. Once there is a
-            # graph, `prepare` pads steps to its size: this step has it already.
+            # Dummy sequences of one token; only the width of their tables matters. After the first
+            # graph, `prepare` pads this step, too, which changes nothing: it has the size of a
+            # graph.
             buffer, shape = runner.prepare(padded(Batch(), size), num_keys)
             step = StepInputs.from_buffer(buffer.to(runner.device), shape)
             # a first run loads the kernels, which a graph cannot do

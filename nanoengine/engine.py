@@ -86,7 +86,7 @@ class Engine:
         """Runs one step; returns the sequences that have a new token, or end with an error.
 
         An engine that runs ahead launches the next step, and then waits for the step in flight,
-        whose sequences it returns. Its first step only launches, and returns none.
+        whose sequences it returns. If no step is in flight, it only launches, and returns none.
         """
         self.check_open()
         if not self.config.run_ahead:
@@ -114,8 +114,9 @@ class Engine:
     def _must_wait_for(self, batch: Batch) -> bool:
         """Whether the tokens of this step, which is in flight, must come before the next launch.
 
-        As a rule, no: the next step computes pending tokens, and the device looks them up. It has
-        room for `max_num_seqs` of them; when forks begin, there can be more.
+        As a rule, no: the next step looks up pending tokens on the device, in
+        `ModelRunner.last_sampled`. This tensor has room for at least `max_num_seqs` tokens; when
+        forks begin, a step can draw more.
 
         Some features need a token on the host before its sequence can go on: a grammar, for
         example, has to read a token before it knows what may follow. They set

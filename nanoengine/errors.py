@@ -1,8 +1,9 @@
 """Checks of input, and their errors: a `ValueError` names the argument, its value and what is
 accepted.
 
-The engine itself refuses input that would hang it, silently give wrong results, or fail in the
-middle of a step. nanoengine_extras/running/strict.py, if installed, checks more: `also_check`.
+The engine itself refuses options that would hang it, silently give wrong results, or fail in the
+middle of a step. (A policy of your own can still hang it: see policies.py.)
+nanoengine_extras/running/strict.py, if installed, checks more: `also_check`.
 """
 
 import logging

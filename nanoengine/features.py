@@ -69,9 +69,9 @@ def part(slot: str, options: Any, default: Any) -> Any:
 
         PARTS = {"block_manager": SwappingBlockManager}
 
-    It does so if an option asks for it, or if it is installed and the table STANDARD of
-    nanoengine_extras names it for this slot. If several features have a class for the slot, the
-    result inherits from all of them.
+    A feature fills the slot if an option asks for the feature, or if the table STANDARD of
+    nanoengine_extras names the feature for this slot and it is installed. If several features have
+    a class for the slot, the result inherits from all of them.
 
     options: None if no option decides.
     """
@@ -127,7 +127,7 @@ def kernels(device: str, enabled: bool = True) -> Any:
 
     optimize(model, has_attention): replaces a finished model's forwards with faster ones; returns
         whether a row then has the same bits whatever other rows are in its step.
-    and, only of the CPU's:
+    Only the CPU's library has these:
     has_bfloat16(): whether it computes faster in bfloat16 than in float32.
     knows_attention(model): whether `optimize` replaces the attention of a model.
     empty_cache(…): makes a KV cache in the library's own layout, for that attention.

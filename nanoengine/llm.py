@@ -89,8 +89,8 @@ class LLM(AbstractContextManager, Calls):
     checkpoint that it cannot use.
 
     An error in a request, or one that breaks a step, such as Ctrl-C or running out of memory, ends
-    the call and leaves the engine with all blocks free. With the feature shared_steps, any thread
-    can call at any time: see nanoengine_extras/running/shared_steps.py.
+    the call and leaves the engine with all blocks free, and an empty prefix cache. With the feature
+    shared_steps, any thread can call at any time: see nanoengine_extras/running/shared_steps.py.
     """
 
     # for help() and notebooks

@@ -173,7 +173,8 @@ def load_model(options: EngineConfig, config: PretrainedConfig, folder: Path, dt
     if config.tie_word_embeddings:
         embedding = model.embed_tokens
         head = model.lm_head
-        # a checkpoint can have both matrices; if they differ, as in transformers, both are used
+        # A checkpoint can have both matrices. If they differ, the model uses both, as transformers
+        # does.
         if missing.pop("embed_tokens.weight", None) is not None:
             embedding.weight = head.weight
         elif (missing.pop("lm_head.weight", None) is not None

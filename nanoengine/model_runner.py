@@ -50,8 +50,9 @@ class ModelRunner:
     """Runs batches on one device.
 
     backend: the name of the attention backend that was chosen.
-    is_invariant: whether a sequence's logits have the same bits whatever shares its steps (the
-        order of sums can depend on the batch). The feature guards.py reads it.
+    is_invariant: whether other sequences in a step never change a bit of a sequence's logits. With
+        most kernels they can: the order of a sum depends on the size of the batch. The feature
+        guards.py reads it.
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
     last_sampled: the tokens of the previous step, on the device.
     block_bytes: the size of K and V of one block in all layers.
@@ -74,7 +75,7 @@ class ModelRunner:
         self.backend = choose(config, self.dtype)
         self.sample_rows = part("sample", None, sample) if config.kernels else sample
         self.graphs = part("graphs", None, CudaGraphs)(config.max_num_seqs)
-        # with room for guesses: speculation.py adds at most 32 rows
+        # the rows that are sampled at a time: with the guesses of speculation.py, 32 more
         num_rows = config.max_num_seqs + 32
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
@@ -84,8 +85,8 @@ class ModelRunner:
         if is_in_model and not self.kernels.knows_attention(self.model):
             # the library has its attention only for the modules of model.py and a few others
             self.backend, is_in_model = "gather", False
-        optimize = self.kernels and self.kernels.optimize
-        self.is_invariant = bool(optimize) and optimize(self.model, has_attention=is_in_model)
+        self.is_invariant = self.kernels is not None and self.kernels.optimize(
+            self.model, has_attention=is_in_model)
 
         # 2. the size of its KV cache
         asked = config.max_model_len
@@ -109,11 +110,12 @@ class ModelRunner:
         """Returns the model; `options` go to the loader; tensor parallelism passes some."""
         load = part("load_model", self.config, load_model)
         # sources.py, a feature, loads quantized weights, and models of transformers
-        load = part("any_loader", None, lambda runner, load: load)(self, load)
+        if wrap := part("any_loader", None, None):
+            load = wrap(self, load)
         return load(self.config, self.model_config, folder, self.dtype, **options)
 
     def close(self) -> None:
-        """Ends the processes of other ranks, if there are any."""
+        """Does nothing here; a runner with other ranks ends their processes."""
 
     # ----------------------------------------------------------------------------- memory
 
@@ -146,8 +148,8 @@ class ModelRunner:
                 self.graphs.capture(self)
 
     def measure_free_bytes(self, max_model_len: int) -> int:
-        """Returns the bytes for the KV cache, in which a sequence needs at most `max_model_len`
-        tokens: see memory.py among the features; without it, 1 GiB."""
+        """Returns how many bytes the KV cache gets. The feature memory.py measures what is free;
+        without it, 1 GiB. No sequence gets longer than `max_model_len`."""
         return part("free_bytes", None, lambda *_: 2**30)(self, max_model_len)
 
     # ----------------------------------------------------------------------------- a step
@@ -220,7 +222,7 @@ class ModelRunner:
 
 def choose_device(device: str) -> str:
     """"auto" is the GPU if there is one. Raises ValueError for "cuda" without a GPU."""
-    # asking PyTorch can keep forks of this process from using a GPU
+    # once this process has asked PyTorch, processes that it forks cannot always use a GPU
     found = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     if device == "cuda" and found == "cpu":
         raise rejected("device", device, "'cpu': there is no GPU")

@@ -48,8 +48,8 @@ class Feature:
         """
 
     def fork(self, seq: Sequence, copy: Sequence) -> None:
-        """`copy` is a copy of `seq` with guesses at its end: speculation draws the tokens after
-        them. Give it what `edit` reads. If a feature edits a sequence but lacks this method,
+        """Speculation has made `copy`: the tokens of `seq`, then guesses. The feature gives `copy`
+        the data that its `edit` reads. If a feature edits a sequence but lacks this method,
         speculation makes no guesses for that sequence."""
 
     def scheduled(self, batch: Batch) -> None:
@@ -66,8 +66,9 @@ class Feature:
     def drawn(self, rows: list[Row], logits: Tensor, tokens: Tensor) -> None:
         """The tokens of these rows have been drawn. On a GPU, their values are not known yet.
 
-        logits: before any edit. With speculation, some rows follow a wrong guess: a later step
-            draws them again, unless the sequence has ended before their `position`.
+        logits: before any edit; after those of `rows` there can be rows of padding. With
+            speculation, some rows follow a wrong guess: a later step draws them again, unless the
+            sequence has ended before their `position`.
         """
 
     def done(self, step: Launched, seqs: list[Sequence]) -> None:

@@ -70,7 +70,7 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that at least one row can still draw, (few,); and their
     weights, (rows, few), 0 where a token is truncated. Here, "few" is all tokens. The likeliest
-    token is never truncated, nor are greedy rows.
+    token is never truncated, so a greedy row keeps its token.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; ties with the k-th token are kept), then top-p. Top-p
@@ -93,11 +93,12 @@ def truncate(scores: Tensor, draws: Draws, truncations: set[str],
     weights = scores.masked_fill(scores < least, -torch.inf).exp_()
     if "top_p" in truncations:
         total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        # of equal weights, the first ones are kept; `scatter` brings them back into their order
+        # of equal weights, the first ones are kept
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
-        is_kept = before < draws.top_p[:, None] * total
-        weights = weights.where(is_kept.scatter(1, order, is_kept), 0)
+        kept = ordered.where(before < draws.top_p[:, None] * total, 0)
+        # back into the order of the vocabulary
+        weights = weights.scatter(1, order, kept)
     return tokens, weights
 
 

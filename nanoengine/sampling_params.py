@@ -23,8 +23,8 @@ CONDITIONS: list[Condition] = [
 class SamplingParams(Options):
     """How one request is sampled and when it ends; names and defaults are vLLM's.
 
-    n: the number of completions of a prompt, at most 16384; the prompt is computed once. More than
-        1 needs a temperature above 0.
+    n: the number of completions of a prompt, at most 16384; the prompt is computed once. strict.py
+        refuses more than 1 with temperature 0.
     temperature: divides the logits; 0 is greedy.
     top_k: sample among the k likeliest tokens; 0 or -1 for all.
     top_p: sample among the likeliest tokens: the fewest whose probabilities add up to top_p or

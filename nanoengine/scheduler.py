@@ -2,9 +2,10 @@
 sequences are preempted.
 
 A step that generates tokens reads all weights of the model, whether for one sequence or for a
-hundred: so many sequences share each step. They end at different times. If a batch ran until its
-longest sequence ended, the places of the others would stay empty; so each step is planned anew, and
-a prompt joins as soon as there is a place and memory for it (continuous batching).
+hundred. So the engine puts many sequences into each step. They end at different times. If a batch
+ran until its longest sequence ended, the places of the others would stay empty. So the scheduler
+plans each step anew, and a prompt joins as soon as a place and memory are free (continuous
+batching).
 
 Two deques, waiting and running, and one `Batch` for each step. Plain Python: it knows tokens and
 blocks, but not tensors or text. The policies are functions in policies.py.
@@ -161,8 +162,9 @@ class Scheduler:
         for seq, start, num_tokens in zip(batch.sequences, batch.starts, batch.num_tokens):
             if not seq.finish_reason:
                 stop = start + num_tokens
-                # A block is hashed by its tokens, so one that ends with a pending token is
-                # registered only now. `_add_tokens` has registered those of prefills.
+                # A block's hash needs all its token ids. When this step was scheduled, the id of
+                # its last token could still be pending; now it is known. `_add_tokens` has already
+                # registered the full blocks of prefills.
                 if stop % self.block_manager.block_size == 0:
                     self.block_manager.register(seq, stop)
                 seq.num_computed_tokens = stop
@@ -180,8 +182,8 @@ class Scheduler:
         """Gives sequences the sampled tokens, one for each of `batch.sampled`. A stop token, or a
         row without a token, ends its sequence.
 
-        A step that was not advanced in flight is advanced first: its tokens are pending for a
-        moment, and then get their ids.
+        Without running ahead, nothing has advanced this step yet. Then this method does it first:
+        its tokens are pending for a moment, and then get their ids.
 
         Returns the sequences that have a new token, and those that end because no token could
         be sampled ("error"). Tokens of sequences that have already ended are dropped.

@@ -33,8 +33,8 @@ NO_TOKEN = -(2**30)
 
 
 def hash64(seed: int, number: int) -> int:
-    """Returns a 64-bit hash of two numbers. A request's seed is the hash of the engine's seed and
-    the request's number; a draw is the hash of the request's seed and a position."""
+    """Returns a 64-bit hash of two numbers. A draw is the hash of a sequence's seed and a position.
+    If the user gives no seed, it is the hash of the engine's seed and the request's number."""
     return xxhash.xxh64_intdigest(pack("<QQ", seed % 2**64, number))
 
 
@@ -48,8 +48,8 @@ def fresh(make: Any = lambda: None) -> Any:
 class Sequence:
     """A prompt and the tokens generated after it: one completion.
 
-    A sequence is waiting while it has no blocks, running while it has some, and finished once it
-    has a `finish_reason`.
+    A sequence in one of the scheduler's queues is waiting while it has no blocks, and running while
+    it has some. It is finished once it has a `finish_reason`.
 
     token_ids: the prompt, then every generated token. On a GPU, a step is launched before the
         tokens of the previous one have arrived (engine.py). Until then such a token is pending,

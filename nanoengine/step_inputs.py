@@ -2,8 +2,7 @@
 
 A kernel knows nothing about sequences. It needs arrays of numbers: which tokens, at which places of
 their sequences, in which blocks. Each copy to a GPU takes some microseconds, however small it is,
-so all arrays of a step lie in one buffer, which crosses in one asynchronous copy. Sampling may send
-a few more row numbers.
+so all arrays of a step lie in one buffer, which crosses in one asynchronous copy.
 """
 
 from dataclasses import dataclass
@@ -107,7 +106,8 @@ class Launched:
     """A step that has been launched.
 
     tokens: one for each of `batch.sampled`, on the host; read them after `wait`.
-    done: on a GPU, the event after which the tokens have arrived; on a CPU, when they were ready.
+    done: on a GPU, the event after which the tokens have arrived; on a CPU, the time
+        (`time.monotonic`) at which they were ready.
     """
 
     batch: Batch
@@ -142,7 +142,7 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
     width = -(-longest_keys // block_size)
     tables = []
     for seq in batch.sequences:
-        # a block table is an array of int32; missing blocks are 0
+        # bytes, since assigning each row to a matrix takes four times as long; missing blocks are 0
         tables.append(seq.block_table[:width].tobytes().ljust(4 * width, b"\0"))
     block_tables = np.frombuffer(b"".join(tables), np.int32).reshape(-1, width)
     blocks = block_tables[owners, positions // block_size].astype(np.int64)
