@@ -36,7 +36,8 @@ def text_of(count, vectors):
             yield f"vpand {mask}, {words[v]}, {weight}; vcvtdq2ps {weight}, {weight}"
             yield f"vfmadd132ps {place + 64 * (1 + i % 4)}({scales}), {added[v]}, {weight}"
             for r in range(count if v % 2 else 0):
-                yield f"vbroadcastss {4 * i}({rows[r]}), {x}"
+                if count > 1 or v == 1:
+                    yield f"vbroadcastss {4 * i}({rows[r]}), {x}"
                 yield f"vfmadd231ps {weights[0]}, {x}, ${(v - 1) * count + r}"
                 yield f"vfmadd231ps {weights[1]}, {x}, ${v * count + r}"
 

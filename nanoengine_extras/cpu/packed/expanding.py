@@ -231,37 +231,30 @@ def table_of(part):
 
 
 @inlined()
-def read_scales(data, at, above, kind, block_size, c):
-    """Returns the scales, zeros and lows of 16 outputs of a block, from `c` on, in a group.
+def open_scales(data, at, above, kind, width, block_size, per_word, scales):
+    """Stores the factors of a group's numbers, and the numbers that are added to the products.
 
     at: where its record begins; above: where the scales of its 256 inputs begin, in float16
     """
     storage, has_zeros, has_lows, zero = kind
     size = 1 << storage % 3
-    lows = at + block_size * size
-    zeros = lows + block_size * size * has_lows
-    low, offset = fill(np.float32(0)), fill(np.float32(zero))
-    scale = load_stored(data, at + c * size, above + 2 * c, storage)
-    if has_lows:
-        low = load_stored(data, lows + c * size, above + 2 * (block_size + c), storage)
-    if has_zeros:
-        # they are stored minus 128
-        offset = load_bytes(data, zeros + c) + fill(np.float32(128))
-    return scale, offset, low
-
-
-@inlined()
-def open_scales(data, at, above, kind, width, block_size, per_word, scales):
-    """Stores the factors of a group's numbers, and the numbers that are added to the products."""
-    has_lows = kind[2]
+    # lows or zeros: a weight with lows has no zeros
+    others = at + block_size * size
     # FP8 numbers were divided by 256; with AVX-512, 8-bit numbers as well, in the mantissa of 1
     is_marked = HAS_TABLES and width == 8
     times = 256 if is_marked or width == FLOAT8 else 1
     unit = 256 if is_marked else 0
     for c in range(0, block_size, LANES):
-        scale, zero, low = read_scales(data, at, above, kind, block_size, c)
-        added = scale * (fill(np.float32(-unit)) - zero)
-        added = added + low if has_lows else added
+        scale = load_stored(data, at + c * size, above + 2 * c, storage)
+        if has_lows:
+            added = load_stored(data, others + c * size, above + 2 * (block_size + c), storage)
+            if is_marked:
+                added = scale * fill(np.float32(-unit)) + added
+        elif has_zeros:
+            # they are stored minus 128
+            added = scale * (fill(np.float32(-unit - 128)) - load_bytes(data, others + c))
+        else:
+            added = scale * fill(np.float32(-unit - zero))
         to = SCALES // LANES * c
         open_half(added, scales, to, per_word)
         open_half(scale * fill(np.float32(times)), scales, to + LANES, per_word)
