@@ -30,7 +30,6 @@ def make_caches(config: EngineConfig, model: PretrainedConfig, num_blocks: int, 
     its own layout, in which only whole blocks can be copied.
     """
     shape = (num_blocks, config.block_size, model.num_key_value_heads, model.head_dim)
-    # a library is imported only if its attention is used
     if backend.is_in_model:
         return kernels(config.device).empty_cache(model.num_hidden_layers, *shape, dtype)
     return torch.zeros(model.num_hidden_layers, 2, *shape, dtype=dtype, device=config.device)
@@ -128,9 +127,10 @@ BACKENDS = {
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
-def backends() -> dict[str, Backend]:
-    """Returns the backends by name: those of backends.py, a feature, and BACKENDS."""
-    return part("backends", None, {}) | BACKENDS
+def backends(kernels: bool = True) -> dict[str, Backend]:
+    """Returns the backends by name: BACKENDS and, with `kernels`, those of backends.py, a
+    feature."""
+    return (part("backends", None, {}) if kernels else {}) | BACKENDS
 
 
 def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:
@@ -142,15 +142,15 @@ def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:
     name = config.attention_backend
     if name not in ["auto", *BACKENDS]:
         extension("running.backends", f"attention_backend={shown(name)}")
-    table = backends()
+    table = backends(config.kernels)
 
-    def works(name: str) -> bool:
-        return name in table and table[name].works(config.device, dtype)
+    def works(each: str) -> bool:
+        return each in table and table[each].works(config.device, dtype)
 
+    # If the user names a backend, only this one is tested: the libraries of others stay unimported.
     if name == "auto":
         # "gather" works everywhere
         name = max(filter(works, table), key=lambda each: table[each].rank)
-    # if the user names a backend, only this one is tested: the libraries of others stay unimported
     if not works(name):
         accepted = f"one of {[*filter(works, table)]} for {dtype} on {config.device}"
         raise rejected("attention_backend", name, accepted)

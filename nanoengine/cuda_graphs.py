@@ -42,7 +42,7 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def capture(self, runner: Any) -> None:
-        """Records the graphs."""
+        """Records a graph of each kind."""
         pool = torch.cuda.graph_pool_handle()
         for size, num_keys in self.kinds(runner.max_model_len):
             # Dummy sequences of one token; only the width of their tables matters. After the first
@@ -62,7 +62,7 @@ class CudaGraphs:
         """Returns the batch size of each graph, and the number of keys that its tables hold. The
         largest comes first, so that the others can use its memory.
 
-        longest: the limit, `max_model_len`.
+        longest: the limit, `max_model_len`. graphs.py, a feature, adds narrower tables.
         """
         return [(size, longest) for size in reversed(self.sizes)]
 
@@ -78,7 +78,8 @@ class CudaGraphs:
         """Pads a decode step to the size of the smallest graph that can run it. Returns the padded
         step, and the number of keys that the graph's tables hold.
 
-        num_keys: the keys of its longest sequence; longest: the limit, `max_model_len`.
+        num_keys: the keys of its longest sequence, which graphs.py reads; longest: the limit,
+            `max_model_len`.
         """
         size = self.sizes[bisect_left(self.sizes, len(batch))]
         return padded(batch, size), longest
@@ -97,8 +98,8 @@ class CudaGraphs:
 def padded(batch: Batch, size: int) -> Batch:
     """Returns a decode step padded with dummy sequences, which use block 0."""
     dummy = Sequence("", [0], 1, 1)
-    missing = range(len(batch), size)
+    extra = range(len(batch), size)
     return Batch(
-        sequences=batch.sequences + [dummy for _ in missing],
-        starts=batch.starts + [0 for _ in missing], num_tokens=[1] * size,
-        sampled=batch.sampled + [Row(index, dummy, 1) for index in missing])
+        sequences=batch.sequences + [dummy for _ in extra],
+        starts=batch.starts + [0 for _ in extra], num_tokens=[1] * size,
+        sampled=batch.sampled + [Row(index, dummy, 1) for index in extra])

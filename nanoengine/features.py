@@ -58,7 +58,8 @@ def extension(name: str, asked: str = "") -> ModuleType:
 
 
 def declared(name: str) -> Any:
-    """Returns a table of nanoengine_extras/__init__.py; an empty one if the folder is absent."""
+    """Returns what nanoengine_extras/__init__.py declares under this name; an empty dict if the
+    folder is absent."""
     return getattr(optional("nanoengine_extras"), name, {})
 
 

@@ -4,9 +4,9 @@
 sequences of the requests.
 
     requests = make_requests(prompts)            checked, before any of them runs
-    add(requests)                                they wait in the engine's queue
+    engine.add(each sequence)                    they wait in the engine's queue
     while not all have ended:
-        updated = step()                         the requests that have a new token
+        engine.step()                            the sequences that have a new token
     return [request.output() for request in requests]
 """
 
@@ -48,34 +48,37 @@ class Driver:
         by default the request itself, for each request with a new token, or raises the error of a
         request. However this ends, the engine is empty afterwards, and all blocks are free.
         """
-        engine = self.engine
-        if engine.has_unfinished():
-            raise RuntimeError("another call has not ended; only with "
-                               "nanoengine_extras/running/shared_steps.py can calls share steps")
-        of_call = {request.request_id: request for request in requests}
+        if self.engine.has_unfinished():
+            raise RuntimeError("another call has not ended: calls can share steps only with "
+                               "nanoengine_extras/running/shared_steps.py")
+        by_id = {request.request_id: request for request in requests}
+        num_left = len(requests)
         try:
             for request in requests:
-                engine.add(request.seq)
+                self.engine.add(request.seq)
             yield []
-            # at the end, a step without results can be in flight
-            while engine.has_unfinished():
-                # several completions of a request can have a new token
-                updated = {of_call[seq.request_id]: None for seq in engine.step()}
+            while num_left:
+                # a dict has each request once, even if several completions have a new token
+                updated = {by_id[seq.request_id]: None for seq in self.engine.step()}
+                if self.engine.in_flight and not self.engine.scheduler.has_unfinished():
+                    # all have ended, but a step with their sequences is still in flight
+                    self.engine.step()
+                num_left -= sum(request.is_finished for request in updated)
                 for request in updated:
                     if request.error:
                         raise request.error
                 yield [look(request) for request in updated]
         finally:
             # after an error, Ctrl-C, or if a user drops a stream
-            if not all(request.is_finished for request in requests) or engine.has_unfinished():
-                engine.reset()
+            if num_left:
+                self.engine.reset()
 
     def change(self, work: Callable) -> Any:
         """Does some work that changes the engine, between two steps; returns its result."""
         return work()
 
 
-# the methods that need features, such as `chat`
+# `LLM` inherits the methods of features, such as `chat`; without nanoengine_extras, there are none
 Calls: Any = declared("Calls") or object
 
 
@@ -99,6 +102,8 @@ class LLM(AbstractContextManager, Calls):
     def __init__(self, model: str | Path, **options: Any) -> None:
         options["device"] = choose_device(options.get("device", "auto"))
         self.config = config = EngineConfig(**{"model": model, **options})
+        # raises an error where a computation in a forked process would hang
+        part("check_process", None, lambda config: None)(config)
         features = Features([*declared("ALWAYS"), *asked_by(config)], config.features)
         folder = part("find_model", None, find_folder)(config.model, config, "model")
         self.model_config = part("load_config", config, load_config)(folder, config)

@@ -59,8 +59,10 @@ def load_config(folder: Path, options: EngineConfig | None = None) -> Pretrained
 
 
 def check_supported(config: PretrainedConfig, supported: dict = SUPPORTED) -> None:
-    """Raises ValueError for a model that `Decoder` cannot compute. sources.py, a feature, finds
-    more such models."""
+    """Raises ValueError for a model that `Decoder` cannot compute.
+
+    supported: sources.py, a feature, gives more entries.
+    """
     for name, values in supported.items():
         found = config.rope_parameters.get(name, getattr(config, name, values[0]))
         for each in found if isinstance(found, list) else [found]:
@@ -128,9 +130,10 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of weights, with their usual names. sources.py, a feature, reads other
-    names in the index of a checkpoint."""
-    return sorted(folder.glob("model*.safetensors"))
+    """Returns model.safetensors, or else the files model-*.safetensors. sources.py, a feature,
+    reads the names in the checkpoint's index instead."""
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("model-*.safetensors"))
 
 
 def load_model(options: EngineConfig, config: PretrainedConfig, folder: Path, dtype: torch.dtype,
@@ -142,7 +145,8 @@ def load_model(options: EngineConfig, config: PretrainedConfig, folder: Path, dt
     place: allocates memory for the weights.
     read: reads the part of a checkpoint's tensor that belongs in its target.
     opened: opens a file of weights.
-    files: finds these files. Offloading, tensor parallelism and sources.py replace these four.
+    files: finds these files. Offloading, tensor parallelism, quantization and sources.py replace
+        these four.
 
     Raises ValueError for a file that is truncated, and for a tensor that is missing, unknown, given
     twice, of the wrong shape, or not floating-point.

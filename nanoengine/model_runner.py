@@ -54,6 +54,7 @@ class ModelRunner:
         most kernels they can: the order of a sum depends on the size of the batch. The feature
         guards.py reads it.
     graphs: the CUDA graphs of decode steps; there are none on a CPU.
+    sample_rows: `sample` of sampler.py, or of fast_sampling.py, a feature.
     last_sampled: the tokens of the previous step, on the device.
     block_bytes: the size of K and V of one block in all layers.
     num_kv_blocks: the blocks that can be handed out, block 0 not included.
@@ -233,6 +234,6 @@ def choose_dtype(dtype: str, device: str, enabled: bool = True) -> torch.dtype:
     """Returns the dtype with this name; "auto": bfloat16, or float32 on a CPU without bfloat16."""
     if dtype == "auto":
         library = kernels(device, enabled)
-        is_fast = device == "cuda" or library and library.has_bfloat16()
+        is_fast = device == "cuda" or (library and library.has_bfloat16())
         dtype = "bfloat16" if is_fast else "float32"
     return getattr(torch, dtype)

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import also_check, logger, naming
+from nanoengine.errors import also_check, naming
 from nanoengine.features import asked_by, part
 from nanoengine.loader import Tokenizer, find_folder, load_eos, load_tokenizer
 from nanoengine.observers import Features
@@ -162,7 +162,8 @@ class InputProcessor:
         find = part("find_model", None, find_folder)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
             find(config.tokenizer or folder, config, "tokenizer"))
-        self.default_params = part("default_params", config, default_params)(folder)
+        # generation_config.py, a feature, reads the file of this name
+        self.default_params = part("default_params", config, lambda _: SamplingParams())(folder)
         # texts.py makes texts while tokens arrive
         self.text_of = part("text_of", config, self.text_of_ended)
         self.eos_tokens = load_eos(folder, model_config, self.tokenizer)
@@ -254,11 +255,3 @@ class InputProcessor:
         decode = self.tokenizer.backend_tokenizer.decode
         prompt = decode(seq.token_ids[:seq.num_prompt_tokens])
         return decode(seq.token_ids[:end])[len(prompt):]
-
-
-def default_params(folder: Path) -> SamplingParams:
-    """Returns the parameters that None stands for, without generation_config.py."""
-    if (folder / "generation_config.json").is_file():
-        logger.warning("generation_config.json has no effect without generation_config.py, but for "
-                       "its EOS tokens")
-    return SamplingParams()

@@ -58,14 +58,15 @@ def edit(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor,
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     """Shifts each row to a maximum of 0, then divides it by its temperature, in place.
 
-    Greedy rows are divided by 1e-30, a normal float32, so only the maximum has a weight above 0.
+    Greedy rows are divided by 1e-30, a normal float32, so only the maximum has a weight above 0. Of
+    several maxima, the first is drawn, since their u is 0.
     """
     scores.sub_(scores.amax(dim=-1, keepdim=True))
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# fast_sampling.py replaces this function with one of the device's library. The CPU's version first
-# drops the tokens that no row can draw; the GPU's version does not sort.
+# fast_sampling.py calls the function of this name in the device's library, if there is one. The
+# CPU's version first drops the tokens that no row can draw; the GPU's version does not sort.
 def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that at least one row can still draw, (few,); and their

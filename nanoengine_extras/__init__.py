@@ -1,7 +1,7 @@
 """Optional features of the engine. Each is a file, imported on demand, that can be deleted.
 
-The engine reads these tables. A row whose file is deleted does nothing. The libraries of kernels
-need none of this: nothing of the engine is imported here.
+The engine reads these tables, and the class `Calls`. A row whose file is deleted does nothing. Only
+functions import the engine, since the libraries of kernels must not.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,7 @@ ALWAYS = ("running.metrics", "sampling.texts", "running.guards", "running.thread
 STANDARD = {
     "driver": "running.shared_steps",
     "checks": "running.strict",
+    "check_process": "running.threads",
     "progress_bar": "running.metrics",
     "text_of": "sampling.texts",
     "texts_of_tokens": "sampling.texts",
@@ -43,7 +44,8 @@ EXPORTS = dict.fromkeys(
 
 
 def extension(name: str, asked: str = "") -> ModuleType:
-    """The function of this name in nanoengine/features.py."""
+    """Calls the function of this name in nanoengine/features.py. An import at the top of this file
+    would be a circle."""
     return import_module("nanoengine.features").extension(name, asked)
 
 
@@ -59,6 +61,7 @@ def call_of(name: str, call: str) -> Callable:
     def method(llm: Any, *args: object, **options: object) -> Any:
         return getattr(extension(name, f"LLM.{call}"), call)(llm, *args, **options)
 
+    method.__name__ = call
     method.__doc__ = f'See `help("nanoengine_extras.{name}.{call}")`.'
     return method
 

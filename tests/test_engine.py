@@ -17,7 +17,7 @@ from nanoengine.engine import Engine
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
-from nanoengine_extras.running.shared_steps import leave
+from nanoengine_extras.running.shared_steps import abort_sequences
 
 # ----------------------------------------------------------------- over a shadow cache
 
@@ -114,7 +114,7 @@ def test_after_an_abort_all_blocks_are_free(run_ahead, num_steps):
         engine.step()
     if run_ahead and num_steps not in (0, 2):  # the first step, with forks, was taken in alone
         assert engine.in_flight is not None
-    leave(engine, {seq.request_id for seq in seqs})
+    abort_sequences(engine, {seq.request_id for seq in seqs})
     check_all_free(engine)
     assert all(seq.finish_reason for seq in seqs)
     engine.runner.in_flight.clear()

@@ -30,7 +30,7 @@ from nanoengine_extras.sampling.beam_search import BeamSearch, BeamSearchParams,
 from nanoengine_extras.running.guards import Guards
 from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs
 from nanoengine_extras.running.metrics import Metrics
-from nanoengine_extras.running.shared_steps import end, leave
+from nanoengine_extras.running.shared_steps import abort_sequences, end_request
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well
@@ -448,11 +448,11 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
         if rng.random() < abort_rate and scheduler.has_unfinished():
             victim = rng.choice([*scheduler.waiting, *scheduler.running])
             aborted.add(victim.request_id)
-            leave(engine, {victim.request_id})
+            abort_sequences(engine, {victim.request_id})
             if not engine.in_flight:
                 engine.runner.in_flight.clear()
             if victim.request_id in searches:
-                end(searches[victim.request_id], None)
+                end_request(searches[victim.request_id], None)
             for seq in everyone:  # and forks that have yet to begin
                 if seq.request_id == victim.request_id:
                     seq.finish_reason = seq.finish_reason or "abort"

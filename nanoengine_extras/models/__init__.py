@@ -11,8 +11,8 @@ from nanoengine.errors import naming
 from nanoengine.model import FAMILIES
 
 # the classes of transformers that the engine's own model replaces
-ARCHITECTURES = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in FAMILIES]
-# like the table of loader.py, with rarer entries
+ARCHITECTURES = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) for name in FAMILIES]
+# the table of loader.py, and entries that are rarely wrong
 SUPPORTED: dict[str, list | range] = {
     "architectures": ARCHITECTURES,
     **loader.SUPPORTED,

@@ -1,5 +1,5 @@
 """generation_config.json: the parameters that `sampling_params=None` stands for, as in vLLM:
-fills the slot "default_params".
+fills the slot "default_params". Without this feature, None stands for `SamplingParams()`.
 """
 
 from dataclasses import fields

@@ -65,9 +65,9 @@ def pin(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def process_check(config: Any) -> Callable[[], object]:
+def check_process(config: Any) -> Callable[[], object]:
     """Raises RuntimeError if this is a forked process, in which a computation would hang. Returns a
-    function that checks the same later; called in another process than this one, it raises, too.
+    function that makes this check again, and also raises in any later fork of this process.
 
     config: the `EngineConfig`
     """

@@ -1,7 +1,7 @@
 """CUDA graphs that keep all cores of a GPU busy: fills the slot "graphs".
 
 A GPU divides the work of attention among its cores by sequences and, if there are few, by parts of
-their keys. Two things leave cores idle; the graphs of this file avoid both:
+their keys. The graphs of this file avoid two causes of idle cores:
 
     narrow tables     With few sequences, FlashAttention 2 splits the keys in parts that depend on
                       the width of the block table. Short sequences in a wide table would leave
@@ -19,16 +19,16 @@ from nanoengine.sequence import Batch
 
 
 class BusyGraphs(CudaGraphs):
-    """In place of `CudaGraphs`."""
+    """Graphs with narrow tables, whose steps begin with the longest sequences."""
 
     def kinds(self, longest: int) -> list[tuple[int, int]]:
         return [(size, width) for size, _ in super().kinds(longest)
                 for width in widths(size, longest)]
 
     def fit(self, batch: Batch, num_keys: int, longest: int) -> tuple[Batch, int]:
-        padded, _ = super().fit(batch, num_keys, longest)
-        wide_enough = [width for width in widths(len(padded), longest) if width >= num_keys]
-        return longest_first(padded), min(wide_enough)
+        full, _ = super().fit(batch, num_keys, longest)
+        wide_enough = [width for width in widths(len(full), longest) if width >= num_keys]
+        return longest_first(full), min(wide_enough)
 
 
 def widths(size: int, longest: int) -> list[int]:

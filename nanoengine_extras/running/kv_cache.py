@@ -119,7 +119,7 @@ def make_caches(config: EngineConfig, model: PretrainedConfig, num_blocks: int, 
 def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:
     """In place of the function of this name in attention.py."""
     stored, asked = STORED[config.kv_cache_dtype], f"kv_cache_dtype={config.kv_cache_dtype!r}"
-    table = backends()
+    table = backends(config.kernels)
     usable = [each for each in table.keys() - OTHERS if table[each].works(config.device, dtype)]
     name = config.attention_backend
     if name not in ("auto", *usable):

@@ -1,5 +1,5 @@
 """Steps that calls share: any thread can call an `LLM` at any time, and the requests of all calls
-run in the same steps. It fills the slot "driver".
+run in the same steps; or a program runs the steps by hand. It fills the slot "driver".
 
 An error in one request ends only the call of that request. An error that breaks a step, such as
 Ctrl-C or running out of memory, ends all requests in the engine and leaves it with all blocks free.
@@ -27,7 +27,7 @@ from nanoengine.engine import Engine
 from nanoengine.errors import naming, rejected
 from nanoengine.llm import LLM, Driver
 from nanoengine.requests import Params, Prompts, Request
-from nanoengine_extras.running import process_check
+from nanoengine_extras.running import check_process
 
 
 class SharedDriver(Driver):
@@ -44,7 +44,7 @@ class SharedDriver(Driver):
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         # a fork of this process could wait for its lock forever
-        self.check_process = process_check(engine.config)
+        self.check_process = check_process(engine.config)
         self.arrived: deque[Request] = deque()
         self.dropped: deque[Request] = deque()
         self.entered: dict[str, Request] = {}
@@ -154,10 +154,10 @@ class SharedDriver(Driver):
                 dropped = [self.dropped.popleft() for _ in self.dropped.copy()]
                 dropped = [each for each in dropped if self.entered.get(each.request_id) is each]
                 if dropped:
-                    leave(self.engine, {each.request_id for each in dropped})
+                    abort_sequences(self.engine, {each.request_id for each in dropped})
                 for each in dropped:
                     # in this order: Ctrl-C in between must leave it in `entered`
-                    end(each, self.error)
+                    end_request(each, self.error)
                     self.inboxes[each][each.request_id] = each
                     self.entered.pop(each.request_id, None)
                 self.error = None
@@ -167,9 +167,9 @@ class SharedDriver(Driver):
                 raise
 
 
-def leave(engine: Engine, request_ids: set[str]) -> None:
+def abort_sequences(engine: Engine, request_ids: set[str]) -> None:
     """Ends the sequences of these requests, between two steps. Forks that are not queued yet end in
-    `end`. Full blocks stay in the prefix cache."""
+    `end_request`. Full blocks stay in the prefix cache."""
     for seq in [*engine.scheduler.waiting, *engine.scheduler.running]:
         if seq.request_id in request_ids:
             engine.finish(seq, "abort")
@@ -177,7 +177,7 @@ def leave(engine: Engine, request_ids: set[str]) -> None:
         engine.in_flight = None
 
 
-def end(request: Request, error: Exception | None) -> None:
+def end_request(request: Request, error: Exception | None) -> None:
     """Ends the unfinished completions of a request (all, if there is an error)."""
     for seq in request.seqs:
         if error or not seq.finish_reason:
@@ -185,7 +185,7 @@ def end(request: Request, error: Exception | None) -> None:
             seq.error = error
 
 
-# --------------------------------------------------------------------- methods of `LLM`
+# -------------------------------------------------------------------------- methods of `LLM`
 
 
 def add(llm: LLM, prompts: Prompts, sampling_params: Params = None,

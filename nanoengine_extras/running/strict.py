@@ -22,15 +22,14 @@ from pydantic import (
     AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model)
 from torch import Tensor
 
-from nanoengine.config import EngineConfig
-from nanoengine.errors import Condition, rejected
+from nanoengine.errors import rejected
 from nanoengine.features import shown
 from nanoengine.observers import Feature
 from nanoengine.policies import TABLES
 from nanoengine.requests import InputProcessor, one_for_each
 from nanoengine.sampling_params import SamplingParams
 from nanoengine_extras import OBSERVERS
-from nanoengine_extras.running import free_memory, process_check
+from nanoengine_extras.running import free_memory
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -118,17 +117,6 @@ RULES: dict[str, Any] = {
     "BeamSearchParams.max_tokens": Count,
     "length_penalty": Annotated[Moderate, Field(ge=-40, le=40)]}
 
-# rules of two options, which the engine itself does not need
-TOGETHER: dict[type, Condition] = {
-    EngineConfig: (
-        "kernels", lambda c: c.kernels or c.attention_backend not in ("numba", "triton"),
-        "True for attention_backend={attention_backend!r}"),
-    # in vLLM's words, which scripts may look for
-    SamplingParams: (
-        "n", lambda p: p.n < 2 or p.temperature > 0,
-        "1 with temperature=0 (n must be 1 when using greedy sampling)")}
-
-
 @cache
 def rules_of(kind: Any) -> type[BaseModel]:
     """Returns the rules for the fields of a dataclass."""
@@ -156,19 +144,17 @@ class Strict:
             raise ValueError(f"{name} is not known: {[*near, last][0]}")
 
     def values(self, options: Any) -> None:
-        """Checks the types of options, and writes out shorthands. Raises RuntimeError for an engine
-        in a forked process, in which loading its model would hang."""
+        """Checks the types of options, and writes out shorthands."""
         given = {each.name: plain(getattr(options, each.name)) for each in fields(options)}
         try:
             found = rules_of(options.__class__).model_validate(given)
         except ValidationError as error:
             raise ValueError("; ".join(map(explain, error.errors()))) from None
         vars(options).update(vars(found))
-        for kind, (name, holds, accepted) in TOGETHER.items():
-            if isinstance(options, kind) and not holds(options):
-                raise rejected(name, getattr(options, name), accepted.format(**vars(options)))
-        if isinstance(options, EngineConfig):
-            process_check(options)
+        if isinstance(options, SamplingParams) and options.n > 1 and not options.temperature:
+            # in vLLM's words, which scripts may look for
+            raise rejected("n", options.n, "1 with temperature=0 (n must be 1 when using greedy "
+                           "sampling)")
 
     def assigned(self, options: Any, name: str, value: Any) -> Any:
         """Returns the value for an option that is assigned later, or raises ValueError."""

@@ -14,7 +14,7 @@ from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
-from nanoengine_extras.running import process_check
+from nanoengine_extras.running import check_process
 
 
 class Threads(Feature):
@@ -27,7 +27,7 @@ class Threads(Feature):
         super().begin(engine)
         library = kernels(engine.config.device, engine.config.kernels)
         self.end_threads = getattr(library, "end_threads", lambda: None)
-        self.check_process = process_check(engine.config)
+        self.check_process = check_process(engine.config)
         # the threads that loaded the model
         self.end_threads()
 
@@ -44,3 +44,6 @@ class Threads(Feature):
             self.callers.clear()
         if len(self.callers) != 1:
             self.end_threads()
+
+
+PARTS = {"check_process": check_process}

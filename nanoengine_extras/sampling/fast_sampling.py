@@ -8,8 +8,12 @@ Rows that need the same operations are sampled together:
     truncated        a copy: scale ──▶ truncate ──▶ draw
     edited           a copy: features ──▶ scale ──▶ truncate ──▶ draw
 
-The library of kernels for the device has faster functions for some of these; the tokens are those
-of the engine's own.
+The library of kernels for the device can have faster functions for some of these:
+
+    first_max(logits)              the largest logit of each row, and its first index
+    truncate(…)                    as in sampler.py
+    draw(numbers, uniform, …)      as in sampler.py; with a third argument, the temperature of each
+                                   row, it draws from the logits themselves
 """
 
 import torch
@@ -64,13 +68,14 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
         rows = copied[start:start + size]
         index = send(rows, logits.device)
         of_rows = [seqs[row] for row in rows]
+        of_draws = draws.of(index)
         scores = logits[index].float()
         edit(scores, of_rows, last_sampled, features)
-        scale(scores, draws.temperature[index])
+        scale(scores, of_draws.temperature)
         truncations = {name for seq in of_rows for name in seq.params.truncations}
         top_ks = [seq.params.top_k for seq in of_rows]
-        left, weights = truncate(scores, draws.of(index), truncations, top_ks)
-        places = (draw_any or sampler.draw)(weights, draws.uniform[index])
+        left, weights = truncate(scores, of_draws, truncations, top_ks)
+        places = (draw_any or sampler.draw)(weights, of_draws.uniform)
         tokens[index] = left[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
     return tokens
 

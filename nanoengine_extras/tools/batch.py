@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_llm()
     flags = parser.parse_args(arguments)
     output = flags.output_file
-    # it runs steps by hand
+    # raises ValueError without this feature, as a job runs steps by hand
     extension("running.shared_steps", "tools.batch")
     with parser.faults():
         if not flags.input_file.is_file():

@@ -1,5 +1,5 @@
-"""Copies of logits: as few as possible. That the tokens are those of the engine's own sampler, all
-tests of test_sampler.py check."""
+"""Copies of logits: as few as possible. All tests of test_sampler.py check that its tokens are
+those of the engine's own sampler."""
 
 import random
 

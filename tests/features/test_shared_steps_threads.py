@@ -120,7 +120,7 @@ def test_metrics_can_be_polled_from_another_thread(tiny_llm):
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("first", [(Engine, "step"), (Scheduler, "postprocess")])
 @pytest.mark.parametrize("second", [(Engine, "reset"), (Scheduler, "reset"),
-                                    (Scheduler, "finish"), (shared_steps, "leave")])
+                                    (Scheduler, "finish"), (shared_steps, "abort_sequences")])
 def test_a_second_ctrl_c_while_the_first_is_cleaned_up(make_llm, monkeypatch, first, second,
                                                        run_ahead):
     """Whatever it leaves behind, the next call begins with a clean engine."""

@@ -110,7 +110,7 @@ def write_folder(files: list[Path], beside: Path | None, folder: Path, has_token
     if "architectures" in given:
         config = given | {"quantization_config": config["quantization_config"]}
     write(folder / "config.json", config)
-    # `weight_files` finds the files by it
+    # `weight_files` finds the files by this index
     index = {name: str(file) for name, file in enumerate(files)}
     write(folder / "model.safetensors.index.json", {"weight_map": index})
     write(folder / TABLE, header.table)
