@@ -10,6 +10,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+from nanoengine_extras.cpu.vectors import has
+
 PRODUCTS = [f"cpu/test_products.py::test_{name}" for name in (
     "a_row_has_the_same_bits_whatever_rows_are_beside_it", "swiglu_behind_a_product",
     "subnormal_numbers_have_the_same_bits_in_few_and_in_many_rows", "a_norm_before_a_product")]
@@ -20,6 +22,7 @@ QUANTIZED = [f"features/test_quantized.py::test_{name}" for name in (
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which(os.environ.get("CC", "cc")),
                     reason="tiles are simulated in C, on x86")
+@pytest.mark.skipif(not has("avx512f"), reason="a CPU with tiles also has AVX-512")
 @pytest.mark.parametrize("tests", [
     PRODUCTS, pytest.param(QUANTIZED, marks=pytest.mark.needs("models.quantized"))], ids=len)
 def test_products_in_tiles(tests, tmp_path):

@@ -22,6 +22,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
 from nanoengine_extras.cpu.packed import QuantizedLinear
+from nanoengine_extras.cpu.vectors import has
 from nanoengine_extras.models.gguf import files as gguf_files
 from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.models.gguf import numbers as gguf_numbers
@@ -384,8 +385,9 @@ def num_bytes(model: torch.nn.Module) -> int:
 
 
 # for whose code kernels are compiled, in a process of its own
-OTHER_CPUS = [("haswell", "+avx,+avx2,+fma"), (
-    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd")]
+OTHER_CPUS = [("haswell", "+avx,+avx2,+fma"), pytest.param(
+    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd",
+    marks=pytest.mark.skipif(not has("avx512f"), reason="this CPU has no AVX-512"))]
 
 
 def run_on_another_cpu(call: str, name: str, features: str, cache: Path) -> None:
