@@ -127,10 +127,9 @@ BACKENDS = {
     "gather": Backend(gather_attention, lambda device, dtype: True, rank=1)}
 
 
-def backends(kernels: bool = True) -> dict[str, Backend]:
-    """Returns the backends by name: BACKENDS and, with `kernels`, those of backends.py, a
-    feature."""
-    return (part("backends", None, {}) if kernels else {}) | BACKENDS
+def backends(has_kernels: bool = True) -> dict[str, Backend]:
+    """Returns the backends by name: BACKENDS and, with kernels, those of backends.py, a feature."""
+    return (part("backends", None, {}) if has_kernels else {}) | BACKENDS
 
 
 def choose_backend(config: EngineConfig, dtype: torch.dtype) -> str:

@@ -98,8 +98,8 @@ class CudaGraphs:
 def padded(batch: Batch, size: int) -> Batch:
     """Returns a decode step padded with dummy sequences, which use block 0."""
     dummy = Sequence("", [0], 1, 1)
-    extra = range(len(batch), size)
+    missing = size - len(batch)
+    rows = [Row(index, dummy, 1) for index in range(len(batch), size)]
     return Batch(
-        sequences=batch.sequences + [dummy for _ in extra],
-        starts=batch.starts + [0 for _ in extra], num_tokens=[1] * size,
-        sampled=batch.sampled + [Row(index, dummy, 1) for index in extra])
+        sequences=batch.sequences + [dummy] * missing, starts=batch.starts + [0] * missing,
+        num_tokens=[1] * size, sampled=batch.sampled + rows)

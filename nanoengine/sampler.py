@@ -14,6 +14,8 @@ The copy takes memory, and most of the time. nanoengine_extras/sampling/fast_sam
 installed, copies only the rows that are edited or truncated. Their tokens are the same.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,25 +36,28 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     A row with NaN or a positive infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
     scores = logits[:len(seqs)].to(torch.float32, copy=True)
-    edit(scores, seqs, last_sampled, features)
+    return sample_copy(scores, draws, seqs, last_sampled, features)
+
+
+def sample_copy(scores: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor,
+                features: dict[str, Feature], library: Any = None) -> Tensor:
+    """Edits, scales and truncates float32 logits, in place, and draws a token from each row.
+
+    library: its `truncate` and `draw`, if it has them, take the place of those below.
+    """
+    edits = {name for seq in seqs for name in seq.edits}
+    for name, feature in features.items():
+        if name in edits:
+            feature.edit(scores, seqs, last_sampled)
     scale(scores, draws.temperature)
-    truncations = {name for seq in seqs for name in seq.params.truncations}
+    asked = {name for seq in seqs for name in seq.params.truncations}
     top_ks = [seq.params.top_k for seq in seqs]
-    tokens, weights = truncate(scores, draws, truncations, top_ks)
-    places = draw(weights, draws.uniform)
+    tokens, weights = getattr(library, "truncate", truncate)(scores, draws, asked, top_ks)
+    places = getattr(library, "draw", draw)(weights, draws.uniform)
     return tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
 
 
 # ----------------------------------------------------------------------------- steps, on float32
-
-
-def edit(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor,
-         features: dict[str, Feature]) -> None:
-    """Lets the features that some row needs edit float32 logits, in place."""
-    needed = {name for seq in seqs for name in seq.edits}
-    for name, feature in features.items():
-        if name in needed:
-            feature.edit(scores, seqs, last_sampled)
 
 
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
@@ -65,8 +70,8 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# fast_sampling.py calls the function of this name in the device's library, if there is one. The
-# CPU's version first drops the tokens that no row can draw; the GPU's version does not sort.
+# Of the libraries of kernels, the CPU's version first drops the tokens that no row can draw; the
+# GPU's version does not sort.
 def truncate(scores: Tensor, draws: Draws, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the tokens that at least one row can still draw, (few,); and their

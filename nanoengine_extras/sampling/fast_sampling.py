@@ -19,10 +19,9 @@ The library of kernels for the device can have faster functions for some of thes
 import torch
 from torch import Tensor
 
-from nanoengine import sampler
 from nanoengine.features import kernels
 from nanoengine.observers import Feature
-from nanoengine.sampler import edit, scale
+from nanoengine.sampler import sample_copy
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws
 from nanoengine_extras.sampling import max_rows, send
@@ -32,8 +31,6 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
            features: dict[str, Feature]) -> Tensor:
     """In place of the function of this name in sampler.py."""
     library = kernels(logits.device.type)
-    draw_any = getattr(library, "draw", None)
-    truncate = getattr(library, "truncate", sampler.truncate)
 
     # 1. What does each row need? A row that is edited or truncated needs a copy. A plain draw needs
     #    one only if the library cannot draw from logits. All other rows are greedy.
@@ -48,9 +45,9 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     # 2. Tokens from the logits, computed for all rows: those of copied rows are replaced below.
     of_seqs = logits[:len(seqs)]
     copied = changed
-    if drawn and draw_any:
+    if drawn and hasattr(library, "draw"):
         # a greedy row gets its likeliest token
-        tokens = draw_any(of_seqs, draws.uniform, draws.temperature)
+        tokens = library.draw(of_seqs, draws.uniform, draws.temperature)
         tokens.masked_fill_(tokens < 0, NO_TOKEN)
     else:
         copied = changed + drawn
@@ -67,16 +64,9 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     for start in range(0, len(copied), size):
         rows = copied[start:start + size]
         index = send(rows, logits.device)
-        of_rows = [seqs[row] for row in rows]
-        of_draws = draws.of(index)
-        scores = logits[index].float()
-        edit(scores, of_rows, last_sampled, features)
-        scale(scores, of_draws.temperature)
-        truncations = {name for seq in of_rows for name in seq.params.truncations}
-        top_ks = [seq.params.top_k for seq in of_rows]
-        left, weights = truncate(scores, of_draws, truncations, top_ks)
-        places = (draw_any or sampler.draw)(weights, of_draws.uniform)
-        tokens[index] = left[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
+        tokens[index] = sample_copy(
+            logits[index].float(), draws.of(index), [seqs[row] for row in rows], last_sampled,
+            features, library)
     return tokens
 
 
