@@ -23,7 +23,7 @@ WIDE = 90
 DOCUMENTED: Any = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # the most of each; "features" are all extras but the tools
 LIMITS: dict[str, dict[str, float]] = {
-    "nanoengine": {"lines": 1500, "nodes": 10850, "nodes a line": 7.25, "width": 43, "wide": 0.05,
+    "nanoengine": {"lines": 1500, "nodes": 10700, "nodes a line": 7.25, "width": 43, "wide": 0.05,
                    "pairs": 2},
     "features": {"lines": 8850}, "nanoengine_extras/tools": {"lines": 2100},
     "bench.py": {"lines": 200}}

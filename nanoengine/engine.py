@@ -32,8 +32,6 @@ blocks may belong to a new owner by then, so `Scheduler.advance` does not regist
 Optional features observe these steps: see observers.py.
 """
 
-from typing import Any
-
 import torch
 
 from nanoengine.block_manager import BlockManager
@@ -64,10 +62,9 @@ class Engine:
         manager = part("block_manager", config, BlockManager).of(config, runner)
         self.scheduler = Scheduler(manager, config)
         self.in_flight: Launched | None = None
-        # a policy can be a feature, too: it gets a name that no class has
-        policies: list[Any] = [
-            self.scheduler.fill, self.scheduler.order, self.scheduler.victim]
-        features.update({str(each): each for each in policies if isinstance(each, Feature)})
+        # a policy of the scheduler can be a feature, too: it gets a name that no class has
+        features.update({str(each): each for each in vars(self.scheduler).values()
+                         if isinstance(each, Feature)})
         features.call("begin", self)
 
     def add(self, seq: Sequence) -> None:
@@ -149,8 +146,3 @@ class Engine:
         self.runner = None  # type: ignore
         # does nothing without a GPU
         torch.cuda.empty_cache()
-
-
-def make_engine(config: EngineConfig, runner: ModelRunner, features: Features) -> Engine:
-    """Returns an `Engine`, or the one of a feature, such as speculation."""
-    return part("engine", config, Engine)(config, runner, features)

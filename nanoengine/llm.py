@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, make_engine
+from nanoengine.engine import Engine
 from nanoengine.errors import naming
 from nanoengine.features import asked_by, declared, part
 from nanoengine.loader import Tokenizer, find_folder, load_config
@@ -113,7 +113,7 @@ class LLM(AbstractContextManager, Calls):
             runner = part("runner", config, ModelRunner)(
                 config, self.model_config, folder, features)
         self.inputs.max_model_len = runner.max_model_len
-        self.engine = make_engine(config, runner, features)
+        self.engine = part("engine", config, Engine)(config, runner, features)
         self.driver = part("driver", config, Driver)(self.engine)
 
     # ------------------------------------------------------------------------ generating

@@ -119,13 +119,10 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         path, kind = name.rsplit(".", 1)
-        parts = getattr(model.get_submodule(path), "parts", None)
-        if parts is None:
-            targets[name] = parameter
-            continue
-        parent, _ = path.rsplit(".", 1)
-        for own, rows in zip(parts, parameter.split([*parts.values()])):
-            targets[f"{parent}.{own}.{kind}"] = rows
+        parent, _, own = path.rpartition(".")
+        parts = getattr(model.get_submodule(path), "parts", {own: len(parameter)})
+        for part, rows in zip(parts, parameter.split([*parts.values()])):
+            targets[f"{parent}.{part}.{kind}".lstrip(".")] = rows
     return targets
 
 

@@ -49,7 +49,7 @@ class BlockCopier:
 class ModelRunner:
     """Runs batches on one device.
 
-    backend: the name of the attention backend that was chosen.
+    backend: the name of the attention backend that was chosen; attention: its `Backend`.
     is_invariant: whether other sequences in a step never change a bit of a sequence's logits. With
         most kernels they can: the order of a sum depends on the size of the batch. The feature
         guards.py reads it.
@@ -82,12 +82,11 @@ class ModelRunner:
 
         # 1. the model
         self.model = self.load_model(folder)
-        is_in_model = backends()[self.backend].is_in_model
-        if is_in_model and not self.kernels.knows_attention(self.model):
+        if self.attention.is_in_model and not self.kernels.knows_attention(self.model):
             # the library has its attention only for the modules of model.py and a few others
-            self.backend, is_in_model = "gather", False
+            self.backend = "gather"
         self.is_invariant = self.kernels is not None and self.kernels.optimize(
-            self.model, has_attention=is_in_model)
+            self.model, has_attention=self.attention.is_in_model)
 
         # 2. the size of its KV cache
         asked = config.max_model_len
@@ -107,13 +106,14 @@ class ModelRunner:
         # 3. its memory, and the graphs that use it
         self.allocate(num_blocks, asked or longest)
 
+    attention = property(lambda self: backends()[self.backend])
+
     def load_model(self, folder: Path, **options: Any) -> Decoder:
         """Returns the model; `options` go to the loader; tensor parallelism passes some."""
         load = part("load_model", self.config, load_model)
         # sources.py, a feature, loads quantized weights, and models of transformers
-        if wrap := part("any_loader", None, None):
-            load = wrap(self, load)
-        return load(self.config, self.model_config, folder, self.dtype, **options)
+        extend = part("any_loader", None, lambda runner, load: load)
+        return extend(self, load)(self.config, self.model_config, folder, self.dtype, **options)
 
     def close(self) -> None:
         """Does nothing here; a runner with other ranks ends their processes."""
@@ -123,8 +123,7 @@ class ModelRunner:
     def make_caches(self, num_blocks: int) -> Tensor:
         """Returns memory for K and V of these blocks: see attention.py."""
         make = part("make_caches", self.config, make_caches)
-        backend = backends()[self.backend]
-        return make(self.config, self.model_config, num_blocks, self.dtype, backend)
+        return make(self.config, self.model_config, num_blocks, self.dtype, self.attention)
 
     def allocate(self, num_kv_blocks: int, max_model_len: int) -> None:
         """Gives the model its rotary angles and its KV cache, with block 0 in front, and records
@@ -138,12 +137,11 @@ class ModelRunner:
         self.graphs.captured.clear()
         caches = self.make_caches(num_kv_blocks + 1)
         rope = rope_table(self.model_config, max_model_len)
-        backend = backends()[self.backend]
-        self.model.bind(rope.to(self.device), caches, backend.attend)
+        self.model.bind(rope.to(self.device), caches, self.attention.attend)
         self.blocks = caches.movedim(2, 0)
         self.copier = part("copier", self.config, BlockCopier)(self.blocks, self.config)
         # a graph cannot capture a step in which the host waits, as in some transformers models
-        has_graphs = backend.has_graphs and self.model.has_graphs
+        has_graphs = self.attention.has_graphs and self.model.has_graphs
         if has_graphs and not self.config.enforce_eager:
             with torch.autocast(self.device, enabled=False):
                 self.graphs.capture(self)

@@ -190,9 +190,10 @@ class InputProcessor:
         all_params = one_for_each(self.default_params if params is None else params, len(prompts))
         priorities = one_for_each(priority or 0, len(prompts))
         checked: list[tuple] = []
-        for each, own, rank in zip(prompts, all_params, priorities, strict=True):
+        for each, given, rank in zip(prompts, all_params, priorities, strict=True):
+            # checked again; later changes by the user have no effect here
+            own = given.clone()
             checked.append((*self.parse(f"prompts[{len(checked)}]", each, own), own, rank))
-            self.check_vocabulary("stop_token_ids", own.stop_token_ids)
         # a call refused before this line uses no request ids
         return [self._request_of(place, *each) for place, each in enumerate(checked)]
 
@@ -228,15 +229,13 @@ class InputProcessor:
     def _request_of(self, place: int, text: str | None, token_ids: list[int],
                     params: SamplingParams, priority: int) -> Request:
         """Returns a request with the sequence of its first completion, and forks for the others."""
-        # later changes by the user have no effect here
-        params = params.clone()
         self.features.load(asked_by(params))
         number = next(self.numbers)
         longest = min(len(token_ids) + (params.max_tokens or 2**31), self.max_model_len)
         eos = {} if params.ignore_eos else self.eos_tokens
         ends = {token: token for token in params.stop_token_ids} | eos
         seed = params.seed
-        if seed in (None, -1):
+        if seed is None or seed == -1:
             seed = hash64(self.config.seed, number)
         seq = Sequence(
             str(number), token_ids, len(token_ids), longest, params, seed, ends, priority)

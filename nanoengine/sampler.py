@@ -14,8 +14,6 @@ The copy takes memory, and most of the time. nanoengine_extras/sampling/fast_sam
 installed, copies only the rows that are edited or truncated. Their tokens are the same.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -36,28 +34,24 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     A row with NaN or a positive infinity, or whose constraints permit no token, gets NO_TOKEN.
     """
     scores = logits[:len(seqs)].to(torch.float32, copy=True)
-    return sample_copy(scores, draws, seqs, last_sampled, features)
+    edit(scores, seqs, last_sampled, features)
+    scale(scores, draws.temperature)
+    is_truncated = any(seq.params.truncations for seq in seqs)
+    weights = truncate(scores, draws) if is_truncated else scores.exp_()
+    tokens = draw(weights, draws.uniform)
+    return tokens.where(tokens >= 0, NO_TOKEN)
 
 
-def sample_copy(scores: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Tensor,
-                features: dict[str, Feature], library: Any = None) -> Tensor:
-    """Edits, scales and truncates float32 logits, in place, and draws a token from each row.
+# ----------------------------------------------------------------------------- steps, on float32
 
-    library: its `truncate` and `draw`, if it has them, take the place of those below.
-    """
+
+def edit(scores: Tensor, seqs: list[Sequence], last_sampled: Tensor,
+         features: dict[str, Feature]) -> None:
+    """Lets the features that these sequences name edit their logits, in place."""
     edits = {name for seq in seqs for name in seq.edits}
     for name, feature in features.items():
         if name in edits:
             feature.edit(scores, seqs, last_sampled)
-    scale(scores, draws.temperature)
-    asked = {name for seq in seqs for name in seq.params.truncations}
-    top_ks = [seq.params.top_k for seq in seqs]
-    tokens, weights = getattr(library, "truncate", truncate)(scores, draws, asked, top_ks)
-    places = getattr(library, "draw", draw)(weights, draws.uniform)
-    return tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
-
-
-# ----------------------------------------------------------------------------- steps, on float32
 
 
 def scale(scores: Tensor, temperature: Tensor) -> Tensor:
@@ -70,42 +64,26 @@ def scale(scores: Tensor, temperature: Tensor) -> Tensor:
     return scores.div_(temperature[:, None].float().clamp(min=1e-30))
 
 
-# Of the libraries of kernels, the CPU's version first drops the tokens that no row can draw; the
-# GPU's version does not sort.
-def truncate(scores: Tensor, draws: Draws, truncations: set[str],
-             top_ks: list[int]) -> tuple[Tensor, Tensor]:
-    """Returns two tensors: the tokens that at least one row can still draw, (few,); and their
-    weights, (rows, few), 0 where a token is truncated. Here, "few" is all tokens. The likeliest
-    token is never truncated, so a greedy row keeps its token.
+def truncate(scores: Tensor, draws: Draws) -> Tensor:
+    """Returns the weights of all tokens, (rows, vocab_size), 0 where a token is truncated. The
+    likeliest token is never truncated, so a greedy row keeps its token.
 
     The order is vLLM's: temperature, min-p (Nguyen et al., 2024, arXiv:2407.01082), top-k (Fan et
     al., 2018, arXiv:1805.04833; ties with the k-th token are kept), then top-p. Top-p
     renormalises what is left, and keeps the nucleus (Holtzman et al., 2019, arXiv:1904.09751): the
     fewest tokens, likeliest first, that together reach top_p.
-
-    scores: overwritten; truncations: those of "min_p", "top_k" and "top_p" that some row needs;
-    top_ks: the top_k of each row, on the host.
     """
-    tokens = torch.arange(scores.shape[1], device=scores.device)
-    if not truncations:
-        return tokens, scores.exp_()
     least = draws.min_p[:, None].log().float()
-    if "top_k" in truncations:
-        count = min(max(top_ks), len(tokens))
-        places = draws.top_k[:, None].long().clamp(1, count) - 1
-        kth = scores.topk(count).values.gather(1, places)
-        has_top_k = draws.top_k[:, None] > 0
-        least = least.maximum(kth.where(has_top_k, -torch.inf))
-    weights = scores.masked_fill(scores < least, -torch.inf).exp_()
-    if "top_p" in truncations:
-        total = weights.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
-        # of equal weights, the first ones are kept
-        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
-        kept = ordered.where(before < draws.top_p[:, None] * total, 0)
-        # back into the order of the vocabulary
-        weights = weights.scatter(1, order, kept)
-    return tokens, weights
+    # top_k=0 keeps all tokens
+    top_k = draws.top_k.where(draws.top_k > 0, torch.inf).clamp(max=scores.shape[1]).long()
+    kth = scores.sort(dim=-1, descending=True).values.gather(1, top_k[:, None] - 1)
+    weights = scores.masked_fill(scores < least.maximum(kth), -torch.inf).exp_()
+    # of equal weights, the first ones are kept
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    sums = ordered.cumsum(dim=-1, dtype=torch.float64)
+    is_kept = sums - ordered < draws.top_p[:, None] * sums[:, -1:]
+    # back into the order of the vocabulary
+    return weights.scatter(1, order, ordered.where(is_kept, 0))
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

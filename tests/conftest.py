@@ -34,8 +34,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from nanoengine import LLM, SamplingParams  # noqa: E402
-from nanoengine.engine import make_engine  # noqa: E402
-from nanoengine.features import is_installed, optional  # noqa: E402
+from nanoengine.engine import Engine  # noqa: E402
+from nanoengine.features import is_installed, optional, part  # noqa: E402
 from nanoengine.observers import Features  # noqa: E402
 from nanoengine.policies import TABLES  # noqa: E402
 from nanoengine_extras import ALWAYS  # noqa: E402
@@ -416,7 +416,8 @@ def use_policies(llm: LLM, **changes) -> None:
     """Gives a loaded model an engine with other policies."""
     runner = llm.engine.runner
     runner.features = llm.inputs.features = Features(ALWAYS)
-    llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
+    config = dataclasses.replace(llm.config, **changes)
+    llm.engine = part("engine", config, Engine)(config, runner, runner.features)
     llm.driver = type(llm.driver)(llm.engine)
 
 

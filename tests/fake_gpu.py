@@ -1130,8 +1130,9 @@ def library_functions() -> dict[tuple[str, str], Any]:
                       step.block_tables, step.longest_query, step.longest_keys, window, soft_cap,
                       sinks)
 
-    def truncate(*arguments: Any) -> Any:
-        return launch(sampler.truncate, *arguments)
+    def truncate(scores: Any, draws: Any, truncations: set, top_ks: list) -> Any:
+        tokens = torch.arange(scores.shape[1], device=scores.device)
+        return tokens, launch(sampler.truncate, scores, draws)
 
     def draw(*arguments: Any) -> Any:
         return launch(draw_kernel, *arguments)

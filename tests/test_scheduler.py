@@ -20,7 +20,8 @@ from conftest import check_blocks, overtaking, policies_of
 from nanoengine import SamplingParams
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, make_engine as engine_of
+from nanoengine.engine import Engine
+from nanoengine.engine import Engine as engine_of
 from nanoengine.features import part
 from nanoengine.observers import Features
 from nanoengine.requests import Request

@@ -61,12 +61,13 @@ def nucleus(weights: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
 def truncate(scores: torch.Tensor, draws: Any, truncations: set[str],
              top_ks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The function of nanoengine/sampler.py, with the same weights, but only for the tokens that
-    some row can still draw.
+    some row can still draw. Returns these tokens, (few,), and their weights, (rows, few).
 
+    scores: overwritten.
     draws: columns `min_p`, `top_k` and `top_p`, (rows,) float64 each.
+    truncations: those of "min_p", "top_k" and "top_p" that some row needs.
+    top_ks: the top_k of each row, on the host.
     """
-    if not truncations:
-        return torch.arange(scores.shape[1], device="cpu"), scores.exp_()
     # a token below `least` gets weight 0; a token below `bound` in every row can be left out
     least = bound = draws.min_p[:, None].log().float()
     total = None

@@ -112,14 +112,16 @@ def keep_kernel(scores, all_least, last_keys, all_missing, size, BLOCK: tl.const
 
 def truncate(scores: Tensor, draws: Any, truncations: set[str],
              top_ks: list[int]) -> tuple[Tensor, Tensor]:
-    """The function of nanoengine/sampler.py, with the same weights, without a sort.
+    """The function of nanoengine/sampler.py, with the same weights, without a sort. Returns all
+    tokens, (vocab_size,), and their weights, (rows, vocab_size).
 
+    scores: overwritten
     draws: columns `min_p`, `top_k` and `top_p`, (rows,) float64 each
+    truncations: those of "min_p", "top_k" and "top_p" that some row needs
+    top_ks: not read here
     """
     rows, size = scores.shape
     tokens = torch.arange(size, device=scores.device)
-    if not truncations:
-        return tokens, scores.exp_()
     scores = scores.contiguous()
     least = draws.min_p.log().float()
     if "top_k" in truncations:

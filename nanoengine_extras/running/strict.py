@@ -182,8 +182,9 @@ class Strict:
                 found = f"a list of {len(values)}" if are_right else value
                 raise rejected(name, found, f"one {of.__name__}, or {len(prompts)} of them")
         known = [name for feature in inputs.features.values() for name in feature.OPTIONS]
-        for each in one_for_each(params, 1):
-            for name in (each.options if each else {}).keys() - known:
+        for each in one_for_each(params or [], 1):
+            inputs.check_vocabulary("stop_token_ids", each.stop_token_ids)
+            for name in each.options.keys() - known:
                 raise rejected(f"options[{name!r}]", each.options[name],
                                f"an option of a feature: {known}")
 

@@ -11,17 +11,21 @@ Rows that need the same operations are sampled together:
 The library of kernels for the device can have faster functions for some of these:
 
     first_max(logits)              the largest logit of each row, and its first index
-    truncate(…)                    as in sampler.py
+    truncate(…)                    as in sampler.py; given also which of "min_p", "top_k", "top_p"
+                                   the rows need, and each row's top_k on the host; returns the
+                                   tokens that some row can still draw, and their weights
     draw(numbers, uniform, …)      as in sampler.py; with a third argument, the temperature of each
                                    row, it draws from the logits themselves
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from nanoengine import sampler
 from nanoengine.features import kernels
 from nanoengine.observers import Feature
-from nanoengine.sampler import sample_copy
 from nanoengine.sequence import NO_TOKEN, Sequence
 from nanoengine.step_inputs import Draws
 from nanoengine_extras.sampling import max_rows, send
@@ -64,10 +68,27 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     for start in range(0, len(copied), size):
         rows = copied[start:start + size]
         index = send(rows, logits.device)
-        tokens[index] = sample_copy(
-            logits[index].float(), draws.of(index), [seqs[row] for row in rows], last_sampled,
-            features, library)
+        scores = logits[index].float()
+        copied_seqs = [seqs[row] for row in rows]
+        sampler.edit(scores, copied_seqs, last_sampled, features)
+        tokens[index] = sample_scores(scores, draws.of(index), copied_seqs, library)
     return tokens
+
+
+def sample_scores(scores: Tensor, draws: Draws, seqs: list[Sequence], library: Any) -> Tensor:
+    """Scales and truncates edited float32 logits, and draws a token from each row."""
+    sampler.scale(scores, draws.temperature)
+    asked = {name for seq in seqs for name in seq.params.truncations}
+    tokens = torch.arange(scores.shape[1], device=scores.device)
+    if not asked:
+        weights = scores.exp_()
+    elif hasattr(library, "truncate"):
+        top_ks = [seq.params.top_k for seq in seqs]
+        tokens, weights = library.truncate(scores, draws, asked, top_ks)
+    else:
+        weights = sampler.truncate(scores, draws)
+    places = getattr(library, "draw", sampler.draw)(weights, draws.uniform)
+    return tokens[places.clamp(min=0)].where(places >= 0, NO_TOKEN)
 
 
 PARTS = {"sample": sample}

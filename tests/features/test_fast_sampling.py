@@ -16,11 +16,13 @@ def test_rows_that_need_nothing_pay_nothing(monkeypatch):
     logits = torch.randn(4, 100)
     refuse = pytest.fail
     monkeypatch.setattr(torch.Tensor, "sort", lambda *_, **__: refuse("sorted without top-p"))
-    sample(logits, [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)])
+    draws = Draws(*torch.zeros(5, 4).double())
+    seqs = [make(), make(top_k=3), make(min_p=0.1), make(temperature=0)]
+    fast_sampling.sample(logits, draws, seqs, NONE_PENDING, FEATURES)
     for name in ("exp_", "softmax", "log_softmax", "float", "to"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: refuse("computed for greedy rows"))
-    tokens = fast_sampling.sample(logits, Draws(*torch.zeros(5, 4).double()),
-                                  [make(temperature=0)] * 4, NONE_PENDING, FEATURES)
+    seqs = [make(temperature=0)] * 4
+    tokens = fast_sampling.sample(logits, draws, seqs, NONE_PENDING, FEATURES)
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 

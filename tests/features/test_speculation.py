@@ -24,7 +24,6 @@ from tokenizers import Tokenizer
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig
-from nanoengine.engine import make_engine
 from nanoengine.model_runner import ModelRunner
 from nanoengine.observers import Feature
 from nanoengine.sequence import Sequence
@@ -70,7 +69,7 @@ def speculating(monkeypatch):
         policy = "prompt-lookup" if rng.random() < 0.2 else guess
         options = vars(config) | dict(run_ahead=False, speculation=policy)
         runner.last_sampled = torch.zeros(config.max_num_seqs + 32)
-        engine = make_engine(EngineConfig(**options), runner, features)
+        engine = speculation.SpeculatingEngine(EngineConfig(**options), runner, features)
         engine.clock = itertools.count().__next__
         guessers.append(engine)
         return engine

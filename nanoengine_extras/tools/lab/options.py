@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, make_engine
+from nanoengine.engine import Engine
 from nanoengine.errors import naming
 from nanoengine.features import part
 from nanoengine.loader import find_folder, load_config
@@ -187,6 +187,7 @@ def new_engine(llm: Any, **changes: Any) -> Engine:
     """Gives a loaded model a new engine, with other options."""
     runner = llm.engine.runner
     runner.features = llm.inputs.features = Features(ALWAYS)
-    llm.engine = make_engine(dataclasses.replace(llm.config, **changes), runner, runner.features)
+    config = dataclasses.replace(llm.config, **changes)
+    llm.engine = part("engine", config, Engine)(config, runner, runner.features)
     llm.driver = type(llm.driver)(llm.engine)
     return llm.engine

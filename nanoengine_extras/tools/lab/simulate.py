@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine import Engine, make_engine
+from nanoengine.engine import Engine
 from nanoengine.observers import Features
 from nanoengine.sequence import Batch, Sequence
 from nanoengine.step_inputs import Launched
@@ -66,7 +66,7 @@ class SimulatedRunner:
         self.copier = SimpleNamespace(host_blocks=range(num_host_blocks))
         features = Features(["running.guards"])
         features.update({"Metrics": Metrics(lambda: self.now)})
-        self.engine = make_engine(config, cast(Any, self), features)
+        self.engine = Engine(config, cast(Any, self), features)
 
     def launch(self, batch: Batch) -> Launched:
         began = self.now
