@@ -15,14 +15,8 @@ import re
 import runpy
 import shlex
 import socket
-import struct
 import subprocess
 import sys
-import threading
-import time
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -236,86 +230,6 @@ def test_from_asyncio(execute):
     assert names["llm"].metrics()["num_blocks_used"] == 0
 
 
-def test_a_service(monkeypatch, capsys):
-    """Its command, under load: of 64 clients at once some leave in the middle, and some send what
-    is refused."""
-    module = example("service")
-    serve_forever = module.Server.serve_forever
-
-    def check(server) -> None:
-        thread = threading.Thread(target=serve_forever, args=(server,))
-        thread.start()
-        check_service(server)
-        server.shutdown()
-        thread.join()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module.Server, "serve_forever", check)
-    *arguments, port = command("service")
-    assert port == "8000"
-    module.main([*arguments, "0"])
-    errors = capsys.readouterr().err
-    assert "Traceback" not in errors and errors.count(" 400 ") == 32 + 3
-
-
-REFUSED = [
-    (b"", "Expecting value"), (b"{", "property name"), (b"[1]", "must be a JSON object"),
-    (b"5", "must be a JSON object"), (b"[" * 100_000, "recursion"), (b"\xff", "decode"),
-    (b"{}", "prompts=None is not accepted"), (b'{"prompt": 5}', "prompts=5 is not accepted"),
-    (b'{"prompt": [99999]}', "vocabulary"), (b'{"prompt": ""}', "cannot be empty"),
-    (json.dumps({"prompt": "word " * 5000}).encode(), "it must have 1 to"),
-    (b'{"prompt": "a", "sampling_params": 5}', "mapping"),
-    (b'{"prompt": "a", "sampling_params": {"temprature": 1}}', "nearest is temperature"),
-    (b'{"prompt": "a", "sampling_params": {"n": 0}}', "n=0 is not accepted")]
-
-
-def check_service(server) -> None:
-    llm, url = server.llm, f"http://127.0.0.1:{server.server_port}"
-    greedy = {"prompt": "12 + 34 =", "sampling_params": {"temperature": 0}}
-    with urllib.request.urlopen(url, json.dumps(greedy).encode(), timeout=60) as answer:
-        assert "".join(json.loads(line)["text"] for line in answer) == " 46"
-    params = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True, "n": 2}
-    barrier = threading.Barrier(64)
-
-    def ask(number: int) -> tuple:
-        """What is asked, and the answer, of which some clients read only the beginning."""
-        body = {"prompt": [f"Once upon a time {number}", "The fox"],
-                "sampling_params": params | {"seed": number}}
-        data = REFUSED[number // 2 % 14][0] if number % 2 else json.dumps(body).encode()
-        barrier.wait(60)
-        try:
-            with urllib.request.urlopen(url, data, timeout=60) as answer:
-                return body, [answer.readline()] if number % 8 == 2 else [*answer]
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)["error"]
-
-    with ThreadPoolExecutor(64) as pool:
-        answers = [*pool.map(ask, range(64))]
-    for number, (code, error) in enumerate(answers[1::2]):
-        assert code == 400 and REFUSED[number % 14][1] in error
-    for body, lines in answers[::2]:
-        if len(lines) > 1:
-            texts = [""] * 4
-            for line in map(json.loads, lines):
-                texts[line["index"]] += line["text"]
-            found = llm.generate(body["prompt"], SamplingParams(**body["sampling_params"]),
-                                 use_tqdm=False)
-            assert texts == [each.text for output in found for each in output.outputs]
-    # a body that is not read
-    for length in (b"1048577", b"-1", b"x"):
-        with socket.create_connection(server.server_address, timeout=60) as client:
-            client.send(b"POST / HTTP/1.0\r\nContent-Length: %b\r\n\r\n" % length)
-            assert b" 400 " in client.recv(100)
-    # one that leaves before it has asked for anything
-    with socket.create_connection(server.server_address) as client:
-        client.send(b"POST / HTTP/1.0\r\nContent-Length: 100\r\n\r\n{")
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    end = time.monotonic() + 60
-    while llm.active and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not llm.active and llm.metrics()["num_blocks_used"] == 0
-
-
 @pytest.mark.slow
 def test_serve(monkeypatch, capsys):
     """The command of the recipes, with their client; test_serve.py has the rest."""
@@ -342,23 +256,6 @@ def test_serve(monkeypatch, capsys):
     text, bracket, found = capsys.readouterr().out.partition("[")
     cities = [json.loads(call)["city"] for call in ast.literal_eval(bracket + found)]
     assert text == "46" and cities and {*cities} <= {"Rome", "Oslo"}
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path):
-    code, = recipe("Two processes")
-    file = tmp_path / "two.py"
-    file.write_text(code)
-    ran = subprocess.run([sys.executable, file], cwd=ROOT, capture_output=True, text=True,
-                         env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
-    assert ran.stdout == "[[' 46'], [' 132']]\n", ran.stderr
-
-
-def test_prefix_hits(execute):
-    codes = recipe("Block size and prefix hits")
-    assert execute(codes)[1] == "16 192\n128 128\n"
-    shorter = [code.replace("* 200", "* 120") for code in codes]
-    assert "* 120" in shorter[0] and execute(shorter)[1] == "16 112\n128 0\n"
 
 
 def test_a_model_is_compared(execute):
@@ -453,142 +350,6 @@ def test_ray_data(tmp_path, ray_job):
     assert [row["generated_text"] for row in rows] == [" 46", None, " 132"]
     assert [row["prompt"] for row in rows] == prompts["prompt"]
     assert "prompt or messages" in rows[1]["error"]
-
-
-PROMPTS = [f"Once {number}" for number in range(8)]
-
-
-@pytest.fixture(scope="module")
-def resume(tmp_path_factory):
-    """Runs the example with prompts and answers, which may be unfinished; returns the answers."""
-    source = tmp_path_factory.mktemp("resumable") / "prompts.txt"
-    target = source.with_name("answers.jsonl")
-    module = example("resumable")
-
-    def run(prompts: bytes | str, answers: bytes = b"", *flags: str) -> list[bytes]:
-        source.write_bytes(prompts if isinstance(prompts, bytes) else prompts.encode())
-        target.write_bytes(answers)
-        try:
-            module.main([str(source), str(target), *(flags or ("--max-tokens", "3"))])
-        except SystemExit:
-            assert target.read_bytes() == answers, "nothing is written if all are refused"
-            raise
-        return target.read_bytes().splitlines(keepends=True)
-
-    run.module = module
-    return run
-
-
-@pytest.fixture(scope="module")
-def answered(resume) -> tuple:
-    """The answers to some prompts; and some of them, out of order, with a torn one."""
-    lines = sorted(resume("\n".join(PROMPTS)))
-    return lines, b"".join([lines[5], lines[0], lines[3], lines[1], lines[4][:-9]])
-
-
-def test_lines_of_a_resumable_job(resume):
-    """Blank lines have a number, but no prompt; other separators than newlines are text."""
-    prompts = "\ufeffone\u2028two\r\n\n \nthree\x0cfour\nfive\x85six\rø"
-    expected = {0: "one\u2028two", 3: "three\x0cfour", 4: "five\x85six\rø"}
-    answers: list[bytes] = []
-    for _ in range(2):
-        answers = resume(prompts, b"".join(answers))
-        records = [*map(json.loads, answers)]
-        assert {record["id"]: record["prompt"] for record in records} == expected
-        assert len(records) == 3
-
-
-# prompts that were edited, and flags that are others
-EDITED = [
-    (["new", *PROMPTS],), (PROMPTS[1:],), ([*PROMPTS[:3], *PROMPTS[4:]],), (PROMPTS[:5],),
-    ([PROMPTS[1], PROMPTS[0], *PROMPTS[2:]],), (["new"] * 8,), (["", *PROMPTS],),
-    (["Once 0 ", *PROMPTS[1:]],), (PROMPTS, "--max-tokens", "4"), (PROMPTS, "--model", "other")]
-DAMAGED = [b"{}\n", b"[1]\n", b'{"id": []}\n', b"damaged\n", b"another file", b"two\nlines"]
-
-
-def test_what_a_resumable_job_refuses(resume, answered, monkeypatch, tmp_path, capsys):
-    """Before anything is written, and before the model is loaded."""
-    monkeypatch.setattr(resume.module, "LLM", None)
-    cases = [(prompts, content, *flags) for prompts, *flags in EDITED
-             for content in (answered[1], b"".join(answered[0]))]
-    # the last one is a second answer
-    cases += [(PROMPTS, content) for content in (*DAMAGED, answered[0][0] * 2)]
-    for prompts, *others in cases:
-        with pytest.raises(SystemExit, match="line . answers none of these .* or it is a second "
-                                             "answer.* a new file"):
-            resume("\n".join(prompts), *others)
-    with pytest.raises(SystemExit, match="cannot be read"):
-        resume(b"caf\xe9\n")
-    with pytest.raises(SystemExit, match="No such file"):
-        resume.module.main([str(tmp_path / "none"), str(tmp_path / "answers.jsonl")])
-    for target in (".", "no/such.jsonl"):
-        with pytest.raises(SystemExit):
-            resume.module.main([str(tmp_path / "none"), str(tmp_path / target)])
-        assert f"error: {tmp_path / target} cannot be written: [Errno " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("data", [
-    "\n".join(PROMPTS), "\ufeff" + "\r\n".join([*PROMPTS, "more"]), "\n".join(PROMPTS) + "\n\n \n"])
-def test_appended_prompts_are_answered(resume, answered, data):
-    found = resume(data, answered[1])
-    assert found[:4] == answered[1].splitlines(keepends=True)[:4]
-    assert sorted(found)[:8] == answered[0] and len(found) == 8 + ("more" in data)
-
-
-def test_resumable(monkeypatch, tmp_path):
-    module = example("resumable")
-    prompts = ["Once upon a time", "12 + 34 =", "sort d b e a =", "count 17 to 23 =",
-               "copy ball fox red =", "Once", "47 + 85 =", "The fox"]
-    monkeypatch.chdir(tmp_path)
-    source, target = command("resumable")
-    Path(source).write_text("\n".join(prompts) + "\n")
-    asked = []
-    stream = LLM.stream
-    limit = len(prompts)
-
-    def records(file: str) -> dict[int, dict]:
-        lines = Path(file).read_text().splitlines() if Path(file).exists() else []
-        found = [json.loads(line) for line in lines]
-        assert len({record["id"] for record in found}) == len(found), "no request twice"
-        return {record["id"]: record for record in found}
-
-    def interrupted(llm, given, params):
-        asked.append(given)
-        finished = 0
-        for output in stream(llm, given, params):
-            finished += output.finished
-            if finished > limit:
-                raise KeyboardInterrupt
-            before = len(records(target))
-            yield output
-            assert len(records(target)) == before + output.finished, "it is in the file at once"
-
-    monkeypatch.setattr(LLM, "stream", interrupted)
-
-    module.main([source, target])
-    expected = records(target)
-    Path(target).unlink()
-    assert [expected[i]["prompt"] for i in range(len(prompts))] == prompts
-    assert expected[1]["text"] == " 46" and expected[6]["text"] == " 132"
-
-    # interrupted in the middle, and once more, in the middle of a line
-    limit = 3
-    with pytest.raises(KeyboardInterrupt):
-        module.main([source, target])
-    limit = 2
-    with pytest.raises(KeyboardInterrupt):
-        module.main([source, target])
-    done = records(target)
-    assert len(done) == 5
-    with Path(target).open("a") as file:
-        file.write('{"id": 7, "prom')
-    limit = len(prompts)
-    module.main([source, target])
-    assert records(target) == expected
-    assert sorted(asked[-1]) == sorted(prompts[i] for i in range(len(prompts)) if i not in done)
-    assert [len(each) for each in asked] == [8, 8, 5, 3]
-    module.main([source, target])
-    assert asked[-1] == [] and records(target) == expected
 
 
 def test_example_shows_questions_beside_answers(capsys, monkeypatch):

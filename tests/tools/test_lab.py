@@ -14,13 +14,12 @@ from conftest import ROOT, check_refused
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models")]
 
 import bench  # noqa: E402
-from nanoengine_extras.tools.lab import compare, drawing, figures, film, limits, options, simulate  # noqa: E402
+from nanoengine_extras.tools.lab import compare, drawing, figures, limits, options, simulate  # noqa: E402
 from nanoengine import BeamSearchParams, LLM, SamplingParams  # noqa: E402
 from nanoengine.model_runner import ModelRunner  # noqa: E402
 
 LAB = "-m nanoengine_extras.tools.lab."
-COMMANDS = {"bench.py": bench, f"{LAB}compare": compare, f"{LAB}simulate": simulate,
-            f"{LAB}film": film}
+COMMANDS = {"bench.py": bench, f"{LAB}compare": compare, f"{LAB}simulate": simulate}
 SMALL = ("--num-seqs", 8, "--min-input", 8, "--max-input", 40, "--min-output", 8,
          "--max-output", 40, "--repeat", 1)
 
@@ -258,7 +257,7 @@ def test_pictures_of_a_run_of_ones_own(tmp_path, bundled):
 
 @pytest.mark.parametrize("module, flags", [
     (bench, ("--json", "missing/a.json")), (bench, ("--json", ".")), (bench, ("--json", "")),
-    (simulate, ("memory", "--json", "missing/a.json")), (film, ("memory", "-o", "missing/a.html")),
+    (simulate, ("memory", "--json", "missing/a.json")),
     (compare, ("--timeline", "missing/a.png"))])
 def test_a_file_that_cannot_be_written_fails_before_the_run(
         tmp_path, monkeypatch, capsys, module, flags):
@@ -306,7 +305,7 @@ def test_times_of_a_gpu_are_events():
     (simulate, ("memory", "--speculation", "prompt-lookup")), (compare, ("--true-lengths", 0)),
     (compare, ("nothing",)), (compare, ("--min-input", 9, "--max-input", 8)),
     (compare, ("--repeat", 0)), (simulate, ("--num-seqs", 0)), (compare, ("--max-input", "many")),
-    (film, ("memory", "--num-seqs", 2.5)), (film, ("memory", "--json", "a.json")),
+    (simulate, ("memory", "--num-seqs", 2.5)),
     (compare, ("--workload", "decode-heavy", "--n-k", "inf")), (compare, ("--temperature", -1)),
     (compare, ("--block-size", "1x")), (simulate, ("--rate", -1)),
     (compare, ("--attention-backend", "word"))])
@@ -316,17 +315,15 @@ def test_bad_flags(capsys, module, flags):
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", [simulate, film])
-def test_nothing_is_computed_so_any_kernel_will_do(tmp_path, monkeypatch, module):
-    monkeypatch.chdir(tmp_path)
+def test_nothing_is_computed_so_any_kernel_will_do():
     for flags in (("--no-kernels",), ("--attention-backend", "numba"), ("--batch-invariant",),
                   ("--seed", "-1")):
-        module.main(["memory", *flags, "--num-seqs", "3"])
+        simulate.main(["memory", *flags, "--num-seqs", "3"])
 
 
 @pytest.mark.needs("running.guards")
 @pytest.mark.parametrize("module, flags", [
-    (simulate, (*SMALL, "--num-kv-blocks", 2)), (film, ("memory", "--block-size", 1)),
+    (simulate, (*SMALL, "--num-kv-blocks", 2)),
     (simulate, ("memory", *SMALL, "--max-model-len", 10**9))])
 def test_a_request_that_never_fits_is_refused(capsys, module, flags):
     with pytest.raises(SystemExit):
@@ -376,10 +373,7 @@ def test_commands_of_the_docs(tmp_path, monkeypatch, capsys):
                  for word in words if word != "…"]
         if not has_matplotlib:
             flags = without_pictures(flags)
-        if module is film:
-            (tmp_path / "docs" / "films").mkdir(parents=True, exist_ok=True)
-            module.main(flags)
-        elif "vllm" in command:
+        if "vllm" in command:
             bench.parse(flags)
         else:
             module.main([*flags, *small, *blocks])

@@ -4,7 +4,6 @@
 
     compare memory      variants of a policy on one workload
     simulate memory     the same on a clock: Llama-3-8B on an A100
-    film preemption     a page that shows every step: queues, blocks, batch, reasons
 
 `options.py` has the flags and the workloads, `figures.py` the measured figures of a run, and
 `limits.py` the least time that a step can take.

@@ -39,7 +39,6 @@ WORKLOADS = {
     "cpu-mixed": (32, 100, 256, 32, 128, 0, 0.0),
     "cpu-decode": (16, 64, 64, 256, 256, 0, 0.0),
     "cpu-prefix": (32, 32, 32, 32, 32, 512, 0.0),
-    "film": (8, 3, 16, 6, 14, 8, 0.0),  # small enough to watch
 }
 
 
