@@ -60,7 +60,7 @@ class SamplingParams(Options):
     allowed_token_ids: the only tokens that may be generated.
     logit_bias: numbers to add to logits, by token id.
     structured_outputs: the required form of the text, one of {"json": schema}, {"json_object":
-        True}, {"regex": text}, {"choice": list of texts}, {"grammar": text in Lark} or
+        True}, {"regex": text}, {"choice": list of texts}, {"grammar": text in Lark or EBNF} or
         {"structural_tag": tags with a separator}: see structured_outputs/.
     logits_processors: a list of functions `(input_ids, scores) -> scores` on tensors of shape (1,
         tokens so far) and (1, vocab_size), as in transformers; they run after all of the above.

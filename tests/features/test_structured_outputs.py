@@ -455,6 +455,10 @@ TAGS = [
     ("grammar", 'start: "a" B\nB: /[0-9]+/', ["a1", "a12"], ["a", "ab"]),
     ("grammar", 'start: ("ha"){1,3} "!"', ["ha!", "hahaha!"], ["!", "hahahaha!"]),
     ("grammar", 'start: start "a" | "b"', ["b", "baa"], ["a", "ab"]),
+    # EBNF; a text can begin like what follows it
+    ("grammar", 'root ::= many-a "a" [^"\\]]? # root\nmany-a ::= "a"+ | "root"',
+     ["aa", "aaab", "roota", "rootaa"], ["a", "root", 'aa"', "aa]", "aabb"]),
+    ("grammar", 'root ::= "(" root ")" | [0-9]{2}', ["12", "((34))"], ["1", "(12", "()"]),
     ("grammar", 'start: pair ("," pair)*\npair: NAME "=" NAME\nNAME: /[a-z]+/',
      ["a=b", "a=b,c=dd"], ["a", "a=b,"]),
     *(("structural_tag", *row) for row in TAGS)])
@@ -500,9 +504,10 @@ REFUSED = {
     r"\+\+ is not supported in a regex": [{"regex": "a++"}],
     r"\(\?x is not supported in a regex": [{"regex": "(?x)a"}],
     "'rgex' is not known": [{"rgex": "a"}],
-    "GBNF and EBNF .* are not supported": [
-        {"grammar": grammar} for grammar in (
-            'root ::= "a"', 'start ::= "a"', "list ::= item\n  item-1 ::= [a-z]")],
+    "EBNF with .* is not supported": [{"grammar": f"root ::= {part}"} for part in (
+        r'"\u0061b"', r"[\x41]", r'"\\\u0061"', ".", "[a-z&&b]", "[a]\nb ::= [a--b]")],
+    "EBNF needs a rule with the name root": [{"grammar": grammar} for grammar in (
+        'start ::= "a"', "list ::= item\n  item-1 ::= [a-z]", 'root ::= "a"\nroot ::= "b"')],
     "a regex cannot have 64000 letters: at most 10000": [
         {"regex": "[^" * 32_000}, {"json": {"pattern": "a" * 64_000}},
         {"json": {"patternProperties": {"(" * 64_000: {}}}}],

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import AddedToken, Tokenizer
 
@@ -26,12 +27,16 @@ from nanoengine_extras.sampling.structured_outputs.schemas import (
     LIMITS, json_to_lark, reason_of)
 
 ONE_OF = ("one of {'json': …}, {'json_object': True}, {'regex': …}, {'choice': …}, "
-          "{'grammar': Lark}, {'structural_tag': …}")
+          "{'grammar': Lark or EBNF}, {'structural_tag': …}")
 # for llguidance, this token ends a text; it is never generated
 END = AddedToken("<|end of the grammar|>", special=True)
 EXECUTOR = LLExecutor()
 # llguidance recurses into rules, and its stack must not overflow: this would end the process
 MOST_RULES = 1000
+# the name of a rule in EBNF
+RULE = r"(?m)^[ \t]*([\w-]+)[ \t]*::="
+# a text, a class or a comment there
+NO_NAMES = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|#.*'
 
 # ------------------------------------------------------------------------- tokens
 
@@ -138,6 +143,8 @@ def to_lark(kind: str, value: Any, added: Container[str] = ()) -> str:
 
     added: texts of tokens that were added to the vocabulary, for structural tags.
     """
+    if kind == "grammar" and re.search(RULE, value):
+        value = ebnf_to_lark(value)
     if kind in ("json", "json_object"):
         lark = json_to_lark({"type": "object"} if kind == "json_object" else value)
     elif kind == "choice" and value and isinstance(value, (list, tuple)):
@@ -145,8 +152,6 @@ def to_lark(kind: str, value: Any, added: Container[str] = ()) -> str:
         lark = "start: TEXT\nTEXT: " + " | ".join(json.dumps("".join([text])) for text in value)
     elif kind == "regex":
         lark = f"start: /{regex_to_lark(common_regex(value), '')}/"
-    elif kind == "grammar" and re.search(r"(?m)^[ \t]*[\w-]+[ \t]*::=", value):
-        raise ValueError("GBNF and EBNF ('::=') are not supported: write 'name: …' in Lark")
     elif kind == "grammar" and value.count(":") > MOST_RULES:
         raise ValueError(f"a grammar can have at most {MOST_RULES} rules")
     elif kind == "structural_tag":
@@ -159,6 +164,29 @@ def to_lark(kind: str, value: Any, added: Container[str] = ()) -> str:
         raise ValueError(f"{kind} cannot be {value!r}")
     # with forcing, only one of the ways to tokenize a text would be permitted
     return '%llguidance {"no_forcing": true}\n' + lark
+
+
+def ebnf_to_lark(text: str) -> str:
+    r"""Translates a grammar in the EBNF of llama.cpp and XGrammar (GBNF) by llguidance's function.
+
+    This makes terminals of all rules but root and recursive ones. Of two terminals in a row, the
+    first takes the longest text. So root gets another name here: without recursion, all of the
+    grammar is one terminal.
+
+    Raises ValueError for what the function gets wrong: letters such as \u00e9, `.`, sets such as
+    [a&&b], and two rules with one name.
+    """
+    names = re.findall(RULE, text)
+    parts = [part for part in re.findall(NO_NAMES, text) if part[0] != "#"]
+    odd = re.findall(r"(?<!\\)(?:\\\\)*(\\[xuU])|(^\[.*(?:&&|--|~~))", "\n".join(parts), re.M)
+    if odd or "." in re.sub(NO_NAMES, "", text):
+        raise ValueError("EBNF with \\x, \\u, \\U, a point, or &&, -- or ~~ in a class is not "
+                         "supported: write Lark")
+    if "root" not in names or len({*names}) < len(names):
+        raise ValueError("EBNF needs a rule with the name root, and each name once")
+    whole = "whole-" + max(names, key=len)
+    text = re.sub(rf"({NO_NAMES})|(?<![\w-])root(?![\w-])", lambda part: part[1] or whole, text)
+    return gbnf_to_lark(f"root ::= {whole}\n{text}").removeprefix("%llguidance {}")
 
 
 def tags_to_lark(value: Any, added: Container[str]) -> str:
