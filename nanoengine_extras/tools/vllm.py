@@ -86,8 +86,10 @@ class LLM(nanoengine.LLM):
         """Answers as nanoengine does."""
         return super().chat(messages, *arguments, **given(options))
 
-    def beam_search(self, prompts: Any, params: Any, **options: Any) -> list[Any]:
-        """Searches as nanoengine does."""
+    def beam_search(self, prompts: Any, params: Any, concurrency_limit: int | None = None,
+                    **options: Any) -> list[Any]:
+        """Searches as nanoengine does. concurrency_limit is not needed: max_num_seqs limits how
+        many beams run at once, and the results are the same."""
         return super().beam_search(plain(prompts), params, **given(options))
 
     def get_metrics(self) -> list[Any]:

@@ -86,10 +86,10 @@ def test_keywords_of_calls(llm):
 def test_keywords_of_beam_search(llm):
     params = nanoengine.BeamSearchParams(beam_width=2, max_tokens=4)
     prompt = vllm.TextPrompt(prompt="47 + 85 =", multi_modal_data=None)
-    found = llm.beam_search([prompt], params, lora_request=None, concurrency_limit=None)
+    found = llm.beam_search([prompt], params, lora_request=None, concurrency_limit=2)
     assert found == llm.beam_search(["47 + 85 ="], params)
-    with pytest.raises(TypeError, match="concurrency_limit"):
-        llm.beam_search([prompt], params, concurrency_limit=2)
+    with pytest.raises(TypeError, match="lora_request"):
+        llm.beam_search([prompt], params, lora_request="mine")
 
 
 @pytest.mark.parametrize("method", [{"method": "ngram", "prompt_lookup_max": 5},
