@@ -26,7 +26,8 @@ class SamplingParams(Options):
     n: the number of completions of a prompt, at most 16384; the prompt is computed once. strict.py
         refuses more than 1 with temperature 0.
     temperature: divides the logits; 0 is greedy.
-    top_k: sample among the k likeliest tokens; 0 or -1 for all.
+    top_k: sample among the k likeliest tokens, and those as likely as the k-th; 1 is greedy, 0 or
+        -1 means all.
     top_p: sample among the likeliest tokens: the fewest whose probabilities add up to top_p or
         more.
     min_p: drop tokens whose probability is below min_p times that of the likeliest token.
@@ -103,12 +104,15 @@ class SamplingParams(Options):
         super().__post_init__()
         self.check(CONDITIONS)
 
+    # whether the first of the likeliest tokens is always taken
+    is_greedy = cached_property(lambda self: self.temperature == 0 or self.top_k == 1)
+
     @cached_property
     def truncations(self) -> tuple[str, ...]:
         """The truncations of this request. Greedy rows need none: the likeliest token is always
         kept."""
         asked = {"min_p": self.min_p > 0, "top_k": self.top_k > 0, "top_p": self.top_p < 1}
-        return tuple(name for name in asked if asked[name] and self.temperature)
+        return tuple(name for name in asked if asked[name] and not self.is_greedy)
 
     def clone(self) -> "SamplingParams":
         """Returns a copy with new lists; the elements of the lists are the same."""

@@ -98,7 +98,7 @@ class Sequence:
 
     def uniform(self, position: int) -> float:
         """The number in [0, 1) that decides its token at a position; 0 if it is greedy."""
-        if not self.params.temperature:
+        if self.params.is_greedy:
             return 0.0
         return (hash64(self.seed, position) >> 11) * 2.0**-53
 

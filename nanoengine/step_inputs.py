@@ -168,7 +168,8 @@ def step_arrays(batch: Batch, block_size: int, longest_keys: int) -> dict[str, n
 def draws_of(row: Row) -> tuple[float, ...]:
     """Returns the fields of `Draws`, in order, for a row of logits."""
     p = row.seq.params
-    return p.temperature, p.min_p, p.top_k, p.top_p, row.seq.uniform(row.position)
+    temperature = 0 if p.is_greedy else p.temperature
+    return temperature, p.min_p, p.top_k, p.top_p, row.seq.uniform(row.position)
 
 
 # --------------------------------------------------------------------------- to the device

@@ -11,7 +11,7 @@ from nanoengine import SamplingParams, sampler
 from nanoengine.features import kernels, part
 from nanoengine.observers import Features
 from nanoengine.sequence import NO_TOKEN, Row, Sequence, hash64
-from nanoengine.step_inputs import Draws
+from nanoengine.step_inputs import Draws, draws_of
 
 NONE_PENDING = torch.zeros(1, dtype=torch.int32)
 
@@ -26,9 +26,8 @@ def make(prompt=(1, 2, 3), output=(), seed=0, end_tokens=(), **params) -> Sequen
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list, list]:
     """Tokens, and logprobs where asked for, as the runner gets them. What fills the slot "sample"
     finds the same tokens."""
-    rows = torch.tensor([
-        (p.temperature, p.min_p, p.top_k, p.top_p, seq.uniform(seq.num_tokens))
-        for seq, p in ((seq, seq.params) for seq in seqs)], dtype=torch.float64).reshape(-1, 5)
+    rows = torch.tensor([draws_of(Row(0, seq, seq.num_tokens)) for seq in seqs],
+                        dtype=torch.float64).reshape(-1, 5)
     tokens, others = (each(logits, Draws(*rows.T), seqs, NONE_PENDING, FEATURES)
                       for each in (sampler.sample, part("sample", None, sampler.sample)))
     assert torch.equal(tokens, others)
@@ -165,6 +164,11 @@ def test_the_likeliest_is_the_first_of_the_largest(vocab_size, dtype):
     expected = [row.index(max(row)) for row in logits.tolist()]
     expected[3:7] = [NO_TOKEN] * 4
     assert sample(logits, [make(temperature=0)] * 50)[0] == expected
+    # one that is edited, too
+    rows = [make(temperature=t, top_k=1, top_p=p, logit_bias=bias, seed=seed) for seed, (t, p, bias)
+            in enumerate(itertools.product([0.7, 2.0], [0.5, 1.0], [None, {0: 0.0}]))]
+    for row, number in itertools.product(rows, (0, 3, 20)):
+        assert sample(logits[number:number + 1], [row])[0] == expected[number:number + 1]
     assert sample(logits[:0], []) == ([], [])
 
 
@@ -260,7 +264,7 @@ def test_truncations_are_those_of_the_definitions(vocab_size, levels):
         scores = logits - logits.amax(dim=-1, keepdim=True)
         rows = torch.tensor([(1.0, m, k, p, 0.0) for k, p, m in zip(top_ks, top_ps, min_ps)],
                             dtype=torch.float64)
-        kind = SamplingParams(top_k=top_ks[0], top_p=top_ps[0], min_p=min_ps[0]).truncations
+        kind = SamplingParams(top_k=top_ks[1], top_p=top_ps[0], min_p=min_ps[0]).truncations
         scores = truncate(scores, Draws(*rows.T), {*kind}, top_ks)
         for row, found, *params in zip(logits, scores, top_ks, top_ps, min_ps):
             kept = found.isfinite().nonzero().flatten().tolist()

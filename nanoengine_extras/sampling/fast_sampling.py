@@ -43,7 +43,7 @@ def sample(logits: Tensor, draws: Draws, seqs: list[Sequence], last_sampled: Ten
     for row, seq in enumerate(seqs):
         if seq.edits or seq.params.truncations:
             changed.append(row)
-        elif seq.params.temperature:
+        elif not seq.params.is_greedy:
             drawn.append(row)
 
     # 2. Tokens from the logits, computed for all rows: those of copied rows are replaced below.
