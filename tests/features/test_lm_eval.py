@@ -196,6 +196,7 @@ for out, error, *arguments in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 @needs_package
 def test_the_command_of_the_recipe(tasks, tmp_path):
     """As printed, but for its task, which is on this disk. The harness's own device is a GPU."""
