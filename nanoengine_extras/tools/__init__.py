@@ -13,6 +13,9 @@ from nanoengine.errors import naming
 # what a command line can say of an engine: the options of `LLM`, with their types
 ENGINE = {name: kind for name, kind in get_type_hints(EngineConfig).items()
           if name not in ("model", "features", "_")}
+# vLLM's names for metrics that have another name in metrics.py
+METRIC_NAMES = {"guessed_tokens": "spec_decode_num_draft_tokens",
+                "right_guesses": "spec_decode_num_accepted_tokens"}
 
 
 class Parser(argparse.ArgumentParser):

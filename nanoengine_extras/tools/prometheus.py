@@ -14,10 +14,11 @@ from nanoengine.observers import Feature
 from nanoengine.requests import InputProcessor
 from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
+from nanoengine_extras.tools import METRIC_NAMES
 
 GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
 COUNTERS = {"prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
-            "num_preemptions"}
+            "num_preemptions", *METRIC_NAMES.values()}
 # the ends of buckets, in seconds, as in vLLM
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
 NEXT_TOKEN = "vllm:inter_token_latency_seconds"
@@ -77,8 +78,9 @@ def as_text(metrics: dict[str, Any], model: str, times: Times | None = None) -> 
     labels = {"model_name": model, "attention_backend": metrics["attention_backend"]}
     values = metrics | {"kv_cache_usage_perc": metrics["num_blocks_used"] / num_blocks}
     found: list[Any] = []
-    for name, value in values.items():
+    for own_name, value in values.items():
         if not isinstance(value, str):
+            name = METRIC_NAMES.get(own_name, own_name)
             kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
             prefix = "vllm" if name in COUNTERS | GAUGES else "nanoengine"
             found.append(kind(f"{prefix}:{name}", name, labels=[*labels]))

@@ -13,6 +13,7 @@ from typing import Any
 import nanoengine
 from nanoengine import CompletionOutput, RequestOutput  # noqa: F401
 from nanoengine.errors import also_check, rejected
+from nanoengine_extras.tools import METRIC_NAMES
 
 # types of prompts and grammars: dicts with the same keys
 TextPrompt = TokensPrompt = PromptType = StructuredOutputsParams = dict
@@ -47,6 +48,8 @@ class LLM(nanoengine.LLM):
     """nanoengine's `LLM`. None stands for the default of an option.
 
     num_gpu_blocks_override: `num_kv_blocks`.
+    async_scheduling: `run_ahead`.
+    disable_log_stats: changes nothing, since outputs always have metrics.
     speculative_config: {"method": "ngram", …} stands for speculation="prompt-lookup", which decides
         by itself how many guesses are worth checking.
     generation_config: "vllm" ignores the sampling parameters of the model's file.
@@ -58,6 +61,7 @@ class LLM(nanoengine.LLM):
     def __init__(self, model: Any, *, num_gpu_blocks_override: int | None = None,
                  speculative_config: Any = None, generation_config: str | None = None,
                  override_generation_config: dict[str, Any] | None = None,
+                 async_scheduling: bool | None = None, disable_log_stats: bool | None = None,
                  **options: Any) -> None:
         if generation_config not in (None, "auto", "vllm"):
             raise rejected("generation_config", generation_config, "'auto' or 'vllm'")
@@ -69,6 +73,8 @@ class LLM(nanoengine.LLM):
             options["speculation"] = "prompt-lookup"
         if num_gpu_blocks_override is not None:
             options["num_kv_blocks"] = num_gpu_blocks_override
+        if async_scheduling is not None:
+            options["run_ahead"] = async_scheduling
         super().__init__(model, **given(options))
         old = {} if generation_config == "vllm" else vars(self.inputs.default_params)
         new = dict(override_generation_config or {})
@@ -86,15 +92,16 @@ class LLM(nanoengine.LLM):
         """Answers as nanoengine does."""
         return super().chat(messages, *arguments, **given(options))
 
-    def beam_search(self, prompts: Any, params: Any, concurrency_limit: int | None = None,
-                    **options: Any) -> list[Any]:
-        """Searches as nanoengine does. concurrency_limit is not needed: max_num_seqs limits how
-        many beams run at once, and the results are the same."""
+    def beam_search(self, prompts: Any, params: Any, *, use_tqdm: Any = False,
+                    concurrency_limit: int | None = None, **options: Any) -> list[Any]:
+        """Searches as nanoengine does. The other arguments change nothing: it shows no progress
+        bar, and `max_num_seqs` limits how many beams run at once."""
         return super().beam_search(plain(prompts), params, **given(options))
 
     def get_metrics(self) -> list[Any]:
         """Returns `metrics()` as objects with a `name` like vLLM's, and a `value`."""
-        return [SimpleNamespace(name=f"vllm:{name}", value=n) for name, n in self.metrics().items()]
+        return [SimpleNamespace(name=f"vllm:{METRIC_NAMES.get(name, name)}", value=n)
+                for name, n in self.metrics().items()]
 
 
 # RequestOutput, BeamSearchParams and others

@@ -51,6 +51,8 @@ def test_all_numbers_are_there(llm):
     for name in ("prompt_tokens", "generation_tokens", "prefix_cache_queries",
                  "prefix_cache_hits", "num_preemptions"):
         assert found[f"vllm:{name}_total"] == metrics[name]
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == metrics["guessed_tokens"]
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == metrics["right_guesses"]
     assert found["nanoengine:num_steps"] == metrics["num_steps"]
     num_blocks = llm.engine.scheduler.block_manager.num_blocks
     assert found["vllm:kv_cache_usage_perc"] == metrics["num_blocks_used"] / num_blocks > 0

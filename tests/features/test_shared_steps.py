@@ -50,7 +50,7 @@ def test_64_threads_some_of_which_drop_their_streams(shared_llm, eager_threads):
     def call(number: int) -> bool:
         barrier.wait(timeout=60)
         if number % 10 == 9:
-            with pytest.raises(ValueError, match="maximum context length is max_model_len=512"):
+            with pytest.raises(ValueError, match="context length is max_model_len=512"):
                 shared_llm.generate([prompts[number], [1] * 10_000], params[number])
         if number % 3 == 0:
             outputs = shared_llm.generate([prompts[number]], params[number], use_tqdm=False)

@@ -86,8 +86,10 @@ def test_keywords_of_calls(llm):
 def test_keywords_of_beam_search(llm):
     params = nanoengine.BeamSearchParams(beam_width=2, max_tokens=4)
     prompt = vllm.TextPrompt(prompt="47 + 85 =", multi_modal_data=None)
-    found = llm.beam_search([prompt], params, lora_request=None, concurrency_limit=2)
-    assert found == llm.beam_search(["47 + 85 ="], params)
+    expected = llm.beam_search(["47 + 85 ="] * 3, params)
+    for limit in (None, 2):
+        assert expected == llm.beam_search(
+            [prompt] * 3, params, lora_request=None, use_tqdm=False, concurrency_limit=limit)
     with pytest.raises(TypeError, match="lora_request"):
         llm.beam_search([prompt], params, lora_request="mine")
 
@@ -146,8 +148,9 @@ def test_keys_of_prompts_that_are_none(llm):
 def test_keywords_that_set_others(bundled):
     changes = {"temperature": 0.25, "max_new_tokens": 5}
     with LLM(bundled, num_gpu_blocks_override=11, generation_config="auto", dtype=None,
-             override_generation_config=changes) as llm:
-        assert llm.config.num_kv_blocks == 11
+             override_generation_config=changes, async_scheduling=True,
+             disable_log_stats=False) as llm:
+        assert (llm.config.num_kv_blocks, llm.config.run_ahead) == (11, True)
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.max_tokens, params.top_k) == (0.25, 5, 50)
         assert len(generate(llm, "Once", None)[0].outputs[0].token_ids) <= 5
@@ -162,5 +165,7 @@ def test_metrics_and_errors(llm):
     generate(llm, "Once")
     metrics = {metric.name: metric.value for metric in llm.get_metrics()}
     assert metrics["vllm:generation_tokens"] == llm.metrics()["generation_tokens"] > 0
+    assert metrics["vllm:spec_decode_num_draft_tokens"] == llm.metrics()["guessed_tokens"]
+    assert metrics["vllm:spec_decode_num_accepted_tokens"] == llm.metrics()["right_guesses"]
     with pytest.raises(vllm.VLLMValidationError, match="vocabulary"):
         generate(llm, [[10**6]])
