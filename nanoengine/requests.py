@@ -222,8 +222,8 @@ class InputProcessor:
         if not 0 < len(token_ids) < most:
             # in vLLM's words, which scripts may look for
             raise ValueError(f"{name} has {len(token_ids)} tokens: it must have 1 to {most - 1}: a "
-                             f"decoder prompt cannot be empty, and the context length is only {most} "
-                             f"tokens (the maximum context length is max_model_len={most})")
+                             "decoder prompt cannot be empty, and the context length is only "
+                             f"{most} (the maximum context length is max_model_len={most})")
         return text, token_ids
 
     def _request_of(self, place: int, text: str | None, token_ids: list[int],
