@@ -102,7 +102,7 @@ RULES: dict[str, Any] = {
     "model_impl": Literal["auto", "native", "transformers"],
     "preemption_mode": Literal["recompute", "swap"],
     "max_model_len": Annotated[Annotated[int, Field(ge=2)] | None,
-                               BeforeValidator(lambda v: None if v == -1 else v)],
+                               BeforeValidator(lambda v: None if v in (-1, "auto") else v)],
     **dict.fromkeys(
         ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"), Size | None),
     "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],

@@ -243,6 +243,8 @@ def test_all_mistakes_at_once():
 def test_dtypes_by_name_or_object():
     for dtype in ("bfloat16", torch.bfloat16):
         assert EngineConfig(model="m", dtype=dtype).dtype == "bfloat16"
+    for length in (-1, "auto", None):
+        assert EngineConfig(model="m", max_model_len=length).max_model_len is None
 
 
 # --------------------------------------------------------------------------- extreme numbers
