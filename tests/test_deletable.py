@@ -163,13 +163,17 @@ def asked_without(deleted: str, are_all: bool) -> list[str]:
             if deleted in (feature, *NEEDS.get(feature, ())) or (are_all and feature not in SLOW)]
 
 
-# Each folder has the packages without one file. They are imported anew from each, in one process.
+# Each folder has the packages without one file. They are imported anew from each, in one process;
+# but the kernels stay those of this repository, so that numba finds them on disk.
 SCRIPT = r"""
-import importlib, json, os, re, sys, traceback
+import contextlib, importlib, json, os, re, sys, traceback
 sys.dont_write_bytecode = False
 # an editable installation would find what is deleted
 sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
-folders, asked, cases, refused, needs, without, model, bundled = json.load(sys.stdin)
+root, folders, asked, cases, refused, needs, without, model, bundled = json.load(sys.stdin)
+sys.path[0] = root
+with contextlib.suppress(ImportError):
+    import nanoengine_extras.cpu
 options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 
 def begin(folder, case="texts"):
@@ -258,8 +262,7 @@ def found(request, tiny, bundled, tmp_path_factory) -> dict:
     # of all folders: a file is compiled once. Without its source, no bytecode is found
     bytecode = tmp_path_factory.mktemp("bytecode")
     for number, deleted in enumerate(["nothing", *FILES]):
-        # the kernels stay those of the first folder; in another order of these paths, their cache
-        # would take the kernels of a feature for new ones
+        # in another order of these paths, the cache would take a feature's kernels for new ones
         folder = tmp_path_factory.mktemp(f"{number:03}-{deleted}")
         folders[deleted] = str(folder)
         streets = [path for path in FOLDER.iterdir() if path.is_dir() and (
@@ -273,7 +276,7 @@ def found(request, tiny, bundled, tmp_path_factory) -> dict:
                 is_deleted = f"{package.name}.{path.stem}" == deleted
                 if not is_deleted and path.name != "__pycache__" and path not in streets:
                     (folder / name / path.name).symlink_to(path)
-    inputs = json.dumps([folders, asked, CASES, REFUSED, NEEDS, WITHOUT, tiny, bundled])
+    inputs = json.dumps([str(ROOT), folders, asked, CASES, REFUSED, NEEDS, WITHOUT, tiny, bundled])
     result = run_in_fork(SCRIPT, inputs, tmp_path_factory.mktemp("empty"))
     assert not result.returncode, result.stderr[-3000:]
     return json.loads(result.stdout)
