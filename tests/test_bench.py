@@ -72,8 +72,8 @@ def test_the_default_is_nano_vllms_workload():
 
 
 def test_two_engines_in_turn(tmp_path, capsys):
-    found = run(tmp_path, *SMALL, "--engine", "nanoengine,hf", "--repeat", 2, "--num-kv-blocks", 8,
-                "--block-size", 128)
+    found = run(tmp_path, *SMALL, "--engine", "nanoengine,hf", "--repeat", 2, "--num-kv-blocks", 32,
+                "--block-size", 32)
     assert [len(runs) for runs in found["runs"].values()] == [2, 2]
     ours, theirs = found["medians"].values()
     assert ours["output_tokens_per_second"] > 0 < theirs["output_tokens_per_second"]

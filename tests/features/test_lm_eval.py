@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_idle
+from conftest import ROOT, check_idle, slow
 from forks import run_in_fork
 
 pytestmark = pytest.mark.needs(
@@ -198,7 +198,8 @@ for out, error, *arguments in json.load(sys.stdin):
 
 @pytest.mark.slow
 @needs_package
-def test_the_command_of_the_recipe(tasks, tmp_path):
+@pytest.mark.parametrize("commands", [COMMANDS[:2], slow(COMMANDS[2:])], ids=["right", "wrong"])
+def test_the_command_of_the_recipe(tasks, tmp_path, commands):
     """As printed, but for its task, which is on this disk. The harness's own device is a GPU."""
     recipes = (ROOT / "docs" / "recipes.md").read_text()
     line, = [line for line in recipes.splitlines() if " -m nanoengine eval " in line]
@@ -209,13 +210,13 @@ def test_the_command_of_the_recipe(tasks, tmp_path):
     for task in (tasks[2], far):
         (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(task))
     files = [[str(tmp_path / f"{name}{number}") for name in ("out", "error")]
-             for number in range(len(COMMANDS))]
+             for number in range(len(commands))]
     done = run_in_fork(RUN, json.dumps([
         [*file, *printed, "--include_path", str(tmp_path), *more]
-        for file, (more, _) in zip(files, COMMANDS)]))
+        for file, (more, _) in zip(files, commands)]))
     codes = [*map(int, done.stdout.split())]
-    assert len(codes) == len(COMMANDS), done.stderr
-    for code, names, (_, part) in zip(codes, files, COMMANDS):
+    assert len(codes) == len(commands), done.stderr
+    for code, names, (_, part) in zip(codes, files, commands):
         out, error = (Path(name).read_text() for name in names)
         assert (code == 0) == (part == "exact_match"), error
         assert part in (out if code == 0 else error.splitlines()[-1]), error

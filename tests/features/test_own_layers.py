@@ -40,7 +40,8 @@ def test_layers_are_known(folder_of, name, expected, dtype):
     # the tokens of the others are compared in test_transformers_models.py
     if name in ("gemma3_text", "biogpt", "glm4_moe", "arcee") and dtype == "float32":
         assert compare.compare(folder_of(name), max_tokens=12) == ("right", "")
-        assert found_in(folder_of(name), dtype="bfloat16") == expected
+        if name != "biogpt":  # its heads are another kernel to compile
+            assert found_in(folder_of(name), dtype="bfloat16") == expected
 
 
 @pytest.mark.parametrize("name, num_programs", [("llama", 2), ("glm4_moe", 3), ("arcee", 4)])

@@ -350,12 +350,14 @@ CALLS = ["generate", "stream", "by hand", "abort", "a dropped stream"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("every", [3, slow(1)])
 @pytest.mark.parametrize("shared_llm, name", [
     *((False, name) for name in CALLS), (True, "generate"),
     *(slow(True, name) for name in CALLS[1:])],
     indirect=["shared_llm"])
-def test_ctrl_c_at_any_line(shared_llm, name):
-    """The next call begins with a clean engine, and gets the right tokens; none is left behind."""
+def test_ctrl_c_at_any_line(shared_llm, name, every):
+    """The next call begins with a clean engine, and gets the right tokens; none is left behind.
+    The fast tests interrupt every third line."""
     prompts = random_prompts([5, 6])
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     expected = token_ids(generate(shared_llm, prompts, params))
@@ -377,7 +379,7 @@ def test_ctrl_c_at_any_line(shared_llm, name):
         "by hand": by_hand,
         "abort": lambda: shared_llm.abort(shared_llm.add(prompts, params)),
         "a dropped stream": drop_a_stream}
-    for at in itertools.count(1):
+    for at in itertools.count(1, every):
         handles.clear()
         # what `stream` and `add` return has its own end
         check = (lambda: check_idle(shared_llm)) if name == "generate" else lambda: None

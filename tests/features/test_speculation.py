@@ -641,7 +641,8 @@ def test_real_texts(tmp_path):
     tasks = prompter.make_tasks(lambda text: tokenizer.encode(text).ids, 4096, 400, 128)
     prompter.save_prompter(tmp_path, config, tasks)
     steps = {}
-    with LLM(str(tmp_path), num_kv_blocks=24, speculation="prompt-lookup") as llm:
+    with LLM(str(tmp_path), num_kv_blocks=24, attention_backend="gather",
+             speculation="prompt-lookup") as llm:
         speculate(llm, "prompt-lookup", itertools.count().__next__)
         for name, task in tasks.items():
             assert len(task["prompt"]) == 528 and len(task["text"]) == 128
