@@ -196,7 +196,6 @@ for out, error, *arguments in json.load(sys.stdin):
 """
 
 
-@pytest.mark.slow
 @needs_package
 @pytest.mark.parametrize("commands", [COMMANDS[:2], slow(COMMANDS[2:])], ids=["right", "wrong"])
 def test_the_command_of_the_recipe(tasks, tmp_path, commands):

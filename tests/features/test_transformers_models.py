@@ -416,7 +416,6 @@ def test_code_of_a_model_is_not_run_where_transformers_has_its_own(folder_of, tm
     assert compare.compare(folder) == ("right", "")
 
 
-@pytest.mark.slow
 def test_a_different_expert_in_bfloat16_is_no_fault(make_model):
     """With these weights, one of two tokens gets another expert than in float32."""
     folder, _ = make_model(
