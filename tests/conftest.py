@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT / "tests" / "models"))
 
 # What takes longest comes first, so that both processes have work to the end: as a rule, a large
 # file. Kernels that several files need are compiled in the first two: they share no shape.
-FIRST = ["test_paged_attention", "test_gpu_path", "test_docs"]
+FIRST = ["test_paged_attention", "test_gpu_path", "test_docs", "test_kv_cache", "test_own_layers"]
 
 
 def pytest_collection_modifyitems(items: list) -> None:

@@ -148,7 +148,7 @@ def with_kinds(cases: list[tuple], *all_of: tuple) -> list:
 @pytest.mark.parametrize("backend, enforce_eager, kind", with_kinds([
     ("flash-attn", False), ("flash-attn", True), ("triton", False), ("triton", True),
     ("varlen", False), ("varlen", True), ("gather", False)],
-    ("flash-attn", False), ("gather", False)))
+    ("flash-attn", False)))
 def test_backends_graphs_and_running_ahead(engines, tiny, backend, enforce_eager, run_ahead, kind):
     needs(backend)
     engine = engines.get(tiny, attention_backend=backend, enforce_eager=enforce_eager,

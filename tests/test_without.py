@@ -329,7 +329,8 @@ found["reached"] = {name: sorted(lines) for name, lines in reached.items()}
 """
 
 
-@pytest.mark.parametrize("architecture, run_ahead", [("Qwen3", False), ("Llama", True)])
+@pytest.mark.parametrize("architecture, run_ahead", [
+    ("Qwen3", False), slow("Llama", True)])
 def test_without_kernels_a_breakpoint_in_each_function_fires(make_model, architecture, run_ahead):
     """What one reads in these files is what runs. No kernel is imported, and nothing that is only
     there for kernels."""

@@ -101,7 +101,7 @@ def plain_llm(request, bundled):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(slow(seed) for seed in range(3, 8))])
+    "seed", [*range(2), *(slow(seed) for seed in range(2, 8))])
 def test_random_requests(bundled, plain_llm, seed, always):
     """Under random options, in one thread or three, each as if alone in an engine that does not
     guess."""

@@ -13,7 +13,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import GREEDY, ROOT, check_idle, check_refused, random_prompts, use_policies
+from conftest import (
+    GREEDY, ROOT, check_idle, check_refused, random_prompts, slow, use_policies)
 from forks import ForkedRank, start_rank
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
@@ -66,8 +67,9 @@ def processes_of(llm: LLM) -> list[ForkedRank]:
 
 
 @pytest.mark.parametrize("architecture, changes", [
-    ("Llama", dict(attention_bias=True, mlp_bias=True)), ("Mistral", dict(sliding_window=20)),
-    ("Qwen2", dict(head_dim=None, hidden_size=128)), ("Qwen3", dict(tie_word_embeddings=True))])
+    ("Llama", dict(attention_bias=True, mlp_bias=True)), slow("Mistral", dict(sliding_window=20)),
+    slow("Qwen2", dict(head_dim=None, hidden_size=128)),
+    ("Qwen3", dict(tie_word_embeddings=True))])
 def test_two_ranks_give_the_tokens_of_one(make_model, architecture, changes):
     """Fused, tied, biased weights, and a vocabulary that two ranks cannot share evenly."""
     folder, _ = make_model(architecture, vocab_size=321, num_hidden_layers=2, **changes)
