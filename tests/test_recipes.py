@@ -344,23 +344,6 @@ def test_serve(monkeypatch, capsys):
     assert text == "46" and cities and {*cities} <= {"Rome", "Oslo"}
 
 
-@pytest.mark.slow
-def test_two_processes(tmp_path):
-    code, = recipe("Two processes")
-    file = tmp_path / "two.py"
-    file.write_text(code)
-    ran = subprocess.run([sys.executable, file], cwd=ROOT, capture_output=True, text=True,
-                         env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
-    assert ran.stdout == "[[' 46'], [' 132']]\n", ran.stderr
-
-
-def test_prefix_hits(execute):
-    codes = recipe("Block size and prefix hits")
-    assert execute(codes)[1] == "16 192\n128 128\n"
-    shorter = [code.replace("* 200", "* 120") for code in codes]
-    assert "* 120" in shorter[0] and execute(shorter)[1] == "16 112\n128 0\n"
-
-
 def test_a_model_is_compared(execute):
     names, _ = execute(recipe("Add a model"))
     assert len(names["ours"]) == 20 and len(set(names["ours"])) > 5
