@@ -32,7 +32,7 @@ def found_in(folder, **options):
         return is_own, model.stack is not None
 
 
-# as others of their kind
+# their layers are like those of others
 SLOW = ["ernie4_5", "cwm", "stablelm", "gpt_neox", "glm4", "dbrx", "hunyuan_v1_dense", "afmoe"]
 
 

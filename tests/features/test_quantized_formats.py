@@ -27,11 +27,11 @@ from nanoengine_extras.models.quantized.loading import pack
 
 
 # They differ little from others: the fast tests read single weights, and load no model.
-SLOW = ["awq symmetric", "awq uneven", "awq one group", "gptq uneven", "gptq v2 by format", "gptq 2",
-        "gptq 3", "gptq 3 v2", "gptq 3 act-order", "fp4", "MLX 3", "FP8 uneven", "W8A8 zeros",
-        "AutoRound v2", "AutoRound 3", "w8a16", "w8a16 channel", "w4a16 uneven", "MLX 2", "MLX 5",
-        "MLX 6", "FP8 one scale", "FP8 static", "FP8 groups", "nf4 not nested", "ModelOpt",
-        "ModelOpt FP8"]
+SLOW = ["awq symmetric", "awq uneven", "awq one group", "gptq uneven", "gptq v2 by format",
+        "gptq 2", "gptq 3", "gptq 3 v2", "gptq 3 act-order", "fp4", "MLX 3", "FP8 uneven",
+        "W8A8 zeros", "AutoRound v2", "AutoRound 3", "w8a16", "w8a16 channel", "w4a16 uneven",
+        "MLX 2", "MLX 5", "MLX 6", "FP8 one scale", "FP8 static", "FP8 groups", "nf4 not nested",
+        "ModelOpt", "ModelOpt FP8"]
 DOWN = "model.layers.1.mlp.down_proj."
 SCHEDULES: list[dict[str, Any]] = [
     {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1)]
