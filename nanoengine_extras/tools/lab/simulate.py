@@ -8,7 +8,6 @@ that is read. The constants are those of Llama-3-8B on an A100.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,7 +47,7 @@ class Cost:
 class SimulatedRunner:
     """Replaces a ModelRunner: `launch` only advances a clock, and every token is 1.
 
-    engine: the engine that runs on it. workload: the requests that `arrivals` will queue.
+    engine: the engine that runs on it. workload: the requests that `run` will queue.
     """
 
     is_invariant = True
@@ -82,11 +81,12 @@ class SimulatedRunner:
                 batch, began, began, self.now, self.now, metrics=metrics.gauges()))
         return Launched(batch, torch.ones(len(batch.sampled), dtype=torch.int32), self.now)
 
-    def arrivals(self, workload: Workload, times: list[float]) -> Iterator[Sequence]:
-        """Yields each request when it is queued, at its time; at last, runs until all have ended.
+    def run(self, workload: Workload, times: list[float]) -> list[Sequence]:
+        """Queues each request at its time, and runs until all have ended. Returns the requests.
 
         Raises ValueError for one that could never run.
         """
+        seqs = []
         lengths = {str(number): length for number, length in enumerate(workload.lengths)}
         for number, (prompt, due) in enumerate(zip(workload.prompts, times)):
             run_until(self.engine, lengths, due)
@@ -96,8 +96,9 @@ class SimulatedRunner:
             seq.kept["metrics"] = RequestMetrics(due)
             self.engine.features["Guards"].enter([seq], None)
             self.engine.add(seq)
-            yield seq
+            seqs.append(seq)
         run_until(self.engine, lengths)
+        return seqs
 
 
 def simulate(args: Any, workload: Workload, changes: Options) -> tuple[Engine, Figures]:
@@ -107,7 +108,7 @@ def simulate(args: Any, workload: Workload, changes: Options) -> tuple[Engine, F
     engine = runner.engine
     gap = 1 / args.rate if args.rate else 0.0
     times = np.random.default_rng(abs(engine.config.seed)).exponential(gap, len(workload.prompts))
-    seqs = [*runner.arrivals(workload, times.cumsum().tolist())]
+    seqs = runner.run(workload, times.cumsum().tolist())
     metrics = [replace(seq.kept["metrics"],
                        num_decoded_tokens=seq.num_tokens - seq.num_prompt_tokens - 1)
                for seq in seqs]
