@@ -258,11 +258,8 @@ def test_tokens_are_those_of_the_model(make_file, name, kinds):
     """In a batch and alone. Weights stay packed, also those of experts and of fused projections;
     but not those of a linear that the file has in two."""
     path, model = make_file(name, kinds)
-    # the first chunk, and what follows it, are longer than a window; each shape of heads is a
-    # kernel to compile
-    backend = "gather" if name == "deepseek 3" else "auto"
-    options = dict(max_num_batched_tokens=24, max_num_seqs=2, attention_backend=backend)
-    with LLM(path, **OPTIONS | options) as llm:
+    # the first chunk, and what follows it, are longer than a window
+    with LLM(path, **OPTIONS | dict(max_num_batched_tokens=24, max_num_seqs=2)) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         outputs += [llm.generate(each, GREEDY, use_tqdm=False)[0] for each in PROMPTS]
         linears = {place: each for place, each in llm.engine.runner.model.layers.named_modules()
