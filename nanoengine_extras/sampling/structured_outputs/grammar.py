@@ -35,8 +35,9 @@ EXECUTOR = LLExecutor()
 MOST_RULES = 1000
 # the name of a rule in EBNF
 RULE = r"(?m)^[ \t]*([\w-]+)[ \t]*::="
-# a text, a class or a comment there
-NO_NAMES = r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|#.*'
+# a text, a class or a comment there; one that does not end goes on to the end of the grammar, since
+# a search for its end from each of its letters would take minutes
+NO_NAMES = r'"(?:\\.?|[^"\\])*(?:"|\Z)|\[(?:\\.?|[^]\\])*(?:]|\Z)|#.*'
 
 # ------------------------------------------------------------------------- tokens
 
