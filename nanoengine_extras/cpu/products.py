@@ -10,7 +10,7 @@ registers.
                         sums    rows x outputs, which begin with the bias
                         for each word in the slice:
                             sums += rows times weight
-                            prefetch a share of the next slice, unless the rows are few
+                            prefetch a share of the next slice; of one step, what comes soon
                         out     after the last slice: the sums, or SwiGLU
 
                                    outputs of a block    words of a slice    rows at a time
@@ -78,12 +78,13 @@ SUMS = 2 * MOST_ROWS * BLOCK
 TILED = 5
 # for each of fewer rows, two sums of 32 outputs
 HELD_APART = (TILED - 1) * 4 * LANES
-# few rows take little time, so the weight is prefetched this many words before it is needed
+# the rows of one step take little time, so each line of the weight is prefetched by itself, this
+# many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
-# up to this many rows do not prefetch it: AMD's hardware prefetcher is enough (measured on Zen 4)
-FEW = 4 if has("avx512f") and has("clzero") else 0
-# in registers, it is prefetched once every EVERY words of a row; with AVX-512, LLVM keeps sums of 6
-# rows in registers only if EVERY is at least 8
+# into this cache: into the second alone, AMD's CPUs read half as fast (measured on Zen 4)
+LEVEL = 1 if has("clzero") else 2
+# for more rows, it is prefetched once every EVERY words of a row; with AVX-512, LLVM keeps sums of
+# 6 rows in registers only if EVERY is at least 8
 EVERY = 8 if has("avx512f") else LANES
 
 
@@ -154,21 +155,27 @@ def add_slice(rows, line, below, weight, piece):
 
 
 @inlined()
-def add_rows(rows, line, weight, piece, sums, count, per_word):
+def add_rows(rows, line, weight, piece, sums, count, per_word, is_all):
     """The same in registers, for `count` rows, a constant.
 
     AVX-512 has 32, of which sums of 6 x 64 take 24. AVX2 has 16, of which sums of 4 x 16 take 8.
+
+    is_all: a constant, whether there are no other rows: see SOON
     """
     place, depth, ahead, asked = piece
     held = stack(HELD)
     pitch = sums.strides[0] // 4
     copy_rows(sums, pitch, held, BLOCK, np.int64(count), BLOCK // LANES)
-    for k in range(0, depth, EVERY):
-        for i in range(k * asked, (k + EVERY) * asked, 64 // weight.itemsize):
-            prefetch(weight, ahead + i, 2)
-        for j in range(k, k + EVERY):
+    every = 1 if is_all else EVERY
+    for k in range(0, depth, every):
+        if not is_all:
+            for i in range(k * asked, (k + every) * asked, 64 // weight.itemsize):
+                prefetch(weight, ahead + i, 2)
+        for j in range(k, k + every):
             for c in range(0, BLOCK, LANES):
                 numbers = load(weight, place + j * BLOCK + c)
+                if is_all and c * weight.itemsize % 64 == 0:
+                    prefetch(weight, ahead + j * BLOCK + c, LEVEL)
                 for r in range(count):
                     i = r * BLOCK + c
                     word = fill(rows[np.uint64(r * line + j)])
@@ -215,7 +222,7 @@ def add_few_rows(rows, line, weight, piece, sums, size):
 
 
 @inlined(inline="always")
-def add_step(rows, line, weight, piece, sums, count, on_tiles, per_word):
+def add_step(rows, line, weight, piece, sums, count, on_tiles, per_word, is_all):
     """Adds products of the next `count` rows, at most a step, with a slice of the weight. Rows
     after the last one hold arbitrary numbers."""
     if on_tiles:
@@ -225,11 +232,11 @@ def add_step(rows, line, weight, piece, sums, count, on_tiles, per_word):
         store_sums(sums, sums.strides[0] // 4, below)
     # the last rows need not fill a step, which with AVX2 has four rows
     elif count > STEP - 2:
-        add_rows(rows, line, weight, piece, sums, STEP, per_word)
+        add_rows(rows, line, weight, piece, sums, STEP, per_word, is_all)
     elif count > 2:
-        add_rows(rows, line, weight, piece, sums, 4, per_word)
+        add_rows(rows, line, weight, piece, sums, 4, per_word, is_all)
     else:
-        add_rows(rows, line, weight, piece, sums, 2, per_word)
+        add_rows(rows, line, weight, piece, sums, 2, per_word, is_all)
 
 
 @inlined()
@@ -336,7 +343,7 @@ def product(dtype: torch.dtype, has_uppers: bool = False) -> Callable:
             # more rows read copies of slices, in whole words
             is_copied = has_uppers and size > step
             asked = block_size // 2 if is_copied else block_size
-            asked = 0 if size <= FEW else -(-asked // -(-size // stride))
+            asked = -(-asked // -(-size // stride))
             for turn in range(halves * slices):
                 half, first = turn // slices, turn % slices * most_depth
                 depth = min(most_depth, words - first)
@@ -355,12 +362,14 @@ def product(dtype: torch.dtype, has_uppers: bool = False) -> Callable:
                     piece = place, depth, ahead + r // stride * asked * depth, asked
                     if is_copied:
                         add_step(left, line, lines, (0, *piece[1:]), here, min(size - r, stride),
-                                 on_tiles, per_word)
+                                 on_tiles, per_word, False)
                     elif is_few:
                         add_few_rows(left, line, weight, piece, here.ravel(), size)
+                    elif size <= step:
+                        add_step(left, line, weight, piece, here, size, on_tiles, per_word, True)
                     else:
                         add_step(left, line, weight, piece, here, min(size - r, stride), on_tiles,
-                                 per_word)
+                                 per_word, False)
                     if turn + 1 == halves * slices:
                         write_block(out, residual, begin + r, block * block_size, outputs,
                                     sums[:, r:min(r + stride, size)], halves)

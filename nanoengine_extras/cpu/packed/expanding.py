@@ -28,9 +28,8 @@ from nanoengine_extras.cpu.packed.numbers import (
 FEW = 4
 # so many vectors of outputs are multiplied at once, and twice as many with one row
 COLUMNS = 2 if has("avx512f") else 1
-# few rows take little time, so the weight is prefetched this many words before it is needed, into
-# this cache: into the second alone, AMD's CPUs read half as fast (measured on Zen 4)
-SOON, LEVEL = (2**10, 1) if has("clzero") else (2**11, 2)
+# few rows take little time, so the weight is prefetched this many words before it is needed
+SOON = 2**10 if has("clzero") else 2**11
 # for 16 outputs, of each of two halves: the numbers that are added, and scales; without AVX-512,
 # halves have the same, and numbers of 4 bits have four scales
 SCALES = 2 * 2 * LANES if HAS_TABLES else assembly.SCALES

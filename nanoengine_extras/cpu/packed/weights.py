@@ -10,12 +10,11 @@ the dtype of the rows.
 
 import numpy as np
 
-from nanoengine_extras.cpu.products import BLOCK, SLICE, STEP, add_step
+from nanoengine_extras.cpu.products import BLOCK, LEVEL, SLICE, STEP, add_step
 from nanoengine_extras.cpu.vectors import (
     LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack)
 from nanoengine_extras.cpu.packed.expanding import (
-    COLUMNS, FEW, LEVEL, SCALES, SOON, add_weights, find_upper, open_scales, store_weights,
-    table_of)
+    COLUMNS, FEW, SCALES, SOON, add_weights, find_upper, open_scales, store_weights, table_of)
 from nanoengine_extras.cpu.packed.order import FLOAT8, HAS_TABLES, LOWER, UPPER, WIDE
 from nanoengine_extras.cpu.packed.layout import ANY, HEADER
 
@@ -173,5 +172,5 @@ def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_
             for r in range(0, size, stride):
                 piece = c * depth, depth, ahead, asked
                 add_step(rows[r * line + first:], line, lines, piece, sums[r:, c:c + across],
-                         min(size - r, stride), on_tiles, per_word)
+                         min(size - r, stride), on_tiles, per_word, False)
                 ahead += asked * depth
