@@ -31,16 +31,20 @@ def engine(llm):
     check_idle(llm)
 
 
-async def text_of(engine, max_tokens: int, prompt: str = "12 + 34 =") -> str:
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    async for output in engine.stream(prompt, params):
+async def read(outputs, most: int = 10**9) -> str:
+    """The newest text of a stream, after so many outputs or at its end."""
+    text = ""
+    async for output in outputs:
         text = output.outputs[0].text
+        most -= 1
+        if most == 0:
+            break
     return text
 
 
-def expected_of(llm, prompts: list, params) -> list:
-    return [[[each.text for each in output.outputs] for output in
-             llm.generate(pair, params, use_tqdm=False)] for pair in prompts]
+async def text_of(engine, max_tokens: int, prompt: str = "12 + 34 =") -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return await read(engine.stream(prompt, params))
 
 
 @pytest.mark.parametrize("most", [10**9, 30])
@@ -49,7 +53,8 @@ def test_streams(engine, llm, monkeypatch, most):
     monkeypatch.setattr(async_llm, "MOST_OUTPUTS", most)
     prompts = [[f"Once {number}", "The fox"] for number in range(6)]
     params = SamplingParams(max_tokens=20, n=2, seed=5)
-    expected = expected_of(llm, prompts, params)
+    expected = [[[each.text for each in output.outputs] for output in
+                 llm.generate(pair, params, use_tqdm=False)] for pair in prompts]
     num_outputs = []
 
     async def ask(pair: list[str]) -> list[list[str]]:
@@ -81,9 +86,7 @@ def test_chats(engine, llm):
     goes_on = dict(continue_final_message=True, add_generation_prompt=False)
 
     async def ask(messages, **options) -> str:
-        async for output in engine.stream_chat(messages, params, **options):
-            text = output.outputs[0].text
-        return text
+        return await read(engine.stream_chat(messages, params, **options))
 
     async def ask_all() -> list[str]:
         return await asyncio.gather(*map(ask, chats), ask(begun, **goes_on))
@@ -97,26 +100,19 @@ def test_chats(engine, llm):
 
 
 def test_bad_input(engine, llm):
-    async def ask(prompt, params=None) -> None:
-        async for _ in engine.stream(prompt, params):
-            pass
-
     for prompt in ("", [99999]):
-        check_refused("prompts", asyncio.run, ask(prompt))
-    check_refused("sampling_params=", asyncio.run, ask(["a"], [SamplingParams()] * 2))
+        check_refused("prompts", asyncio.run, read(engine.stream(prompt)))
+    two = [SamplingParams()] * 2
+    check_refused("sampling_params=", asyncio.run, read(engine.stream(["a"], two)))
     # nothing to do
-    asyncio.run(ask([]))
+    asyncio.run(read(engine.stream([])))
     assert not llm.active
 
 
 def test_a_task_that_leaves(engine, llm):
     """It frees its requests: in the middle of a step, after an output, or while they wait."""
-    async def ask(n: int, limit: int = 10**9) -> None:
-        count = 0
-        async for _ in engine.stream("Once", dataclasses.replace(LONG, n=n)):
-            count += 1
-            if count == limit:
-                break
+    async def ask(n: int, most: int = 10**9) -> None:
+        await read(engine.stream("Once", dataclasses.replace(LONG, n=n)), most)
 
     async def main() -> None:
         # all places are taken, and a second task waits
@@ -132,7 +128,7 @@ def test_a_task_that_leaves(engine, llm):
         await until(lambda: not llm.active)
         with pytest.raises(asyncio.CancelledError):
             await first
-        await ask(2, limit=5)
+        await ask(2, most=5)
         await until(lambda: not llm.active)
         # cancelled before anything of it has run
         third = asyncio.create_task(ask(1))
@@ -147,17 +143,13 @@ def test_a_task_that_leaves(engine, llm):
 
 def test_a_loop_that_ends_in_the_middle(engine, llm):
     """Its tasks are cancelled; the next loop goes on."""
-    async def ask(limit: int) -> int:
-        count = 0
-        async for _ in engine.stream("Once", LONG):
-            count += 1
-            if count == limit:
-                asyncio.create_task(ask(10**9))
-                return count
-        return count
+    async def leave() -> str:
+        text = await read(engine.stream("Once", LONG), 4)
+        asyncio.create_task(read(engine.stream("Once", LONG)))
+        return text
 
     for _ in range(3):
-        assert asyncio.run(ask(4)) == 4
+        assert asyncio.run(leave())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -192,8 +184,7 @@ def test_a_loop_that_is_closed_before_its_tasks_end(llm):
 
 def test_several_loops(engine, llm):
     """One of them has stopped, and goes on later; two run at once, each in its own thread."""
-    expected, = [output.outputs[0].text for output in llm.generate(
-        "12 + 34 =", dataclasses.replace(LONG, temperature=0, max_tokens=100), use_tqdm=False)]
+    expected = asyncio.run(text_of(engine, 100))
     stopped = asyncio.new_event_loop()
     task = stopped.create_task(text_of(engine, 100))
     stopped.run_until_complete(until(lambda: llm.metrics()["num_requests_running"] == 1))
@@ -214,8 +205,7 @@ def test_an_engine_that_is_closed(llm):
     message = "^the AsyncLLM is closed: make a new one$"
 
     async def ask() -> None:
-        async for _ in engine.stream("Once", LONG):
-            pass
+        await read(engine.stream("Once", LONG))
 
     async def main() -> None:
         running = asyncio.create_task(ask())

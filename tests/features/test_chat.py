@@ -39,11 +39,16 @@ def prompt(tokenizer):
 # ---------------------------------------------------------------------------------- tool calls
 
 
-def conversation(arguments: Any, **call: Any) -> list[dict]:
-    function = {"name": "weather", "arguments": arguments}
-    return [{"role": "user", "content": "rain?"},
-            {"role": "assistant", "content": None, "tool_calls": [
-                {"id": "1", "type": "function", "function": function} | call] * 2},
+OBJECT = {"city": "Ås", "days": [2]}
+
+
+def called(content: Any, arguments: Any, count: int = 1) -> list[dict]:
+    call = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": arguments}}
+    return [{"role": "assistant", "content": content, "tool_calls": [call] * count}]
+
+
+def conversation(arguments: Any, count: int = 2) -> list[dict]:
+    return [{"role": "user", "content": "rain?"}, *called(None, arguments, count),
             {"role": "tool", "tool_call_id": "1", "content": "no"}]
 
 
@@ -70,7 +75,7 @@ def test_arguments_that_are_left_out(prompt):
     assert prompt(messages, TO_JSON).count('"arguments": {}') == 2
     # the form of transformers' own documents
     direct = "{{ messages[1].tool_calls[0].arguments | tojson }}"
-    messages[1]["tool_calls"] = [{"name": "weather", "arguments": '{"a": 1}'}]
+    messages[1]["tool_calls"] = [{"name": "rain", "arguments": '{"a": 1}'}]
     assert prompt(messages, direct) == '{"a": 1}'
 
 
@@ -84,7 +89,7 @@ def test_arguments_that_are_no_object(prompt, arguments):
 
 @pytest.mark.parametrize("calls", [[], None])
 def test_no_tool_calls_are_none(prompt, calls):
-    template = "{{ 'calls' if 'tool_calls' in messages[0] else messages[0].content }}"
+    template = each("{{ 'calls' if 'tool_calls' in m else m.content }}")
     assert prompt([{"role": "assistant", "content": "a", "tool_calls": calls}], template) == "a"
 
 
@@ -92,11 +97,6 @@ def test_no_tool_calls_are_none(prompt, calls):
 LLAMA = """{%- if 'tool_calls' in m %}{%- set tool_call = m.tool_calls[0].function %}
     {{- '{"name": "' + tool_call.name + '", "parameters": ' }}{{- tool_call.arguments | tojson }}
     {{- "}" }}{%- else %}{{- m['content'] | trim }}{%- endif %}"""
-LLAMA_BUILT_IN = """{%- if 'tool_calls' in m %}{%- set tool_call = m.tool_calls[0].function %}
-    {{- tool_call.name + ".call(" }}
-    {%- for arg_name, arg_val in tool_call.arguments | items %}
-        {{- arg_name + '="' ~ arg_val ~ '"' }}{%- if not loop.last %}{{- ", " }}{%- endif %}
-    {%- endfor %}{{- ")" }}{%- endif %}"""
 QWEN = """{%- if m.role == "user" or (m.role == "assistant" and not m.tool_calls) %}
     {{- m.role + ':' + m.content }}{%- elif m.role == "assistant" %}
     {%- if m.content %}{{- m.content }}{%- endif %}
@@ -117,10 +117,6 @@ DEEPSEEK = """{%- if m['role'] == 'assistant' and m['content'] is none %}
     {%- endfor %}{%- endif %}
     {%- if m['role'] == 'assistant' and m['content'] is not none %}
     {{- '<answer>' + m['content'] }}{%- endif %}"""
-HERMES = """{%- for tool_call in m.tool_calls %}{%- if tool_call.function is defined %}
-    {%- set tool_call = tool_call.function %}{%- endif %}
-    {{- '<tool_call>' }}{{- {'name': tool_call.name, 'arguments': tool_call.arguments} | tojson }}
-    {%- endfor %}"""
 GPT_OSS = """{%- if m.role == 'assistant' %}{%- if 'tool_calls' in m and m.tool_calls %}
     {%- if m.content and m.thinking %}{{- raise_exception('not both') }}{%- endif %}
     {%- set tool_call = m.tool_calls[0].function %}
@@ -136,54 +132,41 @@ GLM = """{%- for tc in m.tool_calls %}{%- if tc.function %}{%- set tc = tc.funct
 KIMI = """{%- for tool_call in m['tool_calls'] %}
     {%- set args = tool_call['function']['arguments'] %}
     {{- args if args is string else args | tojson }}{%- endfor %}"""
-OBJECT, TEXT = {"city": "Ås", "days": [2]}, '{"city":"Ås","days":[2]}'
+TEXT = '{"city":"Ås","days":[2]}'
 WRITTEN = json.dumps(OBJECT, ensure_ascii=False)
-IN_CALL = f'"name": "rain", "arguments": {WRITTEN}'
+IN_CALL = '"name": "rain", "arguments": ARGUMENTS'
+# the form that each expects, and what it writes; a user's text is used as it is but for an object
 REAL = {
-    "Llama": (LLAMA, f'{{"name": "rain", "parameters": {WRITTEN}}}'),
-    "Llama, built in": (LLAMA_BUILT_IN, 'rain.call(city="Ås", days="[2]")'),
-    "Qwen 2.5": (QWEN, f"{{{IN_CALL}}}"),
-    "Mistral": (MISTRAL, f'{{{IN_CALL}, "id": "1"}}'),
-    "Hermes": (HERMES, f"<tool_call>{{{IN_CALL}}}"),
-    "gpt-oss": (GPT_OSS, f"to=functions.rain json<|message|>{WRITTEN}"),
-    "Phi": (PHI, f'[{{"id": "1", "type": "function", "function": {{{IN_CALL}}}}}]'),
-    "SmolLM": (SMOLLM, f"{{{IN_CALL}}}"),
-    "GLM": (GLM, "rain<k>city<v>Ås<k>days<v>[2]")}
-# a user's text is used as it is
-REAL_TEXT = {
-    "Qwen 3": (QWEN3, '{{"name": "rain", "arguments": {}}}'),
-    "DeepSeek": (DEEPSEEK, "<call>function<sep>rain\n```json\n{}\n```"),
-    "Kimi": (KIMI, "{}"),
-    "printed": ("{{ m.tool_calls[0].function.arguments }}", "{}"),
-    "method": ("{% set c = m.tool_calls[0].function %}{{ c.get('arguments').strip() }}", "{}"),
-    "macro": ("{% macro show(a, b) %}{{ a ~ b }}{% endmacro %}"
-              "{{ show('x', m.tool_calls[0].function.arguments) }}", "x{}")}
-
-
-def called(content: Any, arguments: Any) -> list[dict]:
-    call = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": arguments}}
-    return [{"role": "assistant", "content": content, "tool_calls": [call]}]
+    "Llama": ("object", LLAMA, '{"name": "rain", "parameters": ARGUMENTS}'),
+    "Qwen 2.5": ("object", QWEN, f"{{{IN_CALL}}}"),
+    "Mistral": ("object", MISTRAL, f'{{{IN_CALL}, "id": "1"}}'),
+    "gpt-oss": ("object", GPT_OSS, "to=functions.rain json<|message|>ARGUMENTS"),
+    "Phi": ("object", PHI, f'[{{"id": "1", "type": "function", "function": {{{IN_CALL}}}}}]'),
+    "SmolLM": ("object", SMOLLM, f"{{{IN_CALL}}}"),
+    "GLM": ("object", GLM, "rain<k>city<v>Ås<k>days<v>[2]"),
+    "Qwen 3": ("given", QWEN3, f"{{{IN_CALL}}}"), "Kimi": ("given", KIMI, "ARGUMENTS"),
+    "DeepSeek": ("text", DEEPSEEK, "<call>function<sep>rain\n```json\nARGUMENTS\n```"),
+    "printed": ("text", "{{ m.tool_calls[0].function.arguments }}", "ARGUMENTS"),
+    "method": ("text", "{% set c = m.tool_calls[0].function %}{{ c.get('arguments').strip() }}",
+               "ARGUMENTS"),
+    "macro": ("text", "{% macro show(a, b) %}{{ a ~ b }}{% endmacro %}"
+              "{{ show('x', m.tool_calls[0].function.arguments) }}", "xARGUMENTS")}
 
 
 @pytest.mark.parametrize("content", [None, "", "absent"])
 @pytest.mark.parametrize("arguments", [OBJECT, TEXT], ids=["object", "text"])
-@pytest.mark.parametrize("name", [*REAL, *REAL_TEXT])
+@pytest.mark.parametrize("name", REAL)
 def test_real_templates_write_the_call(prompt, name, arguments, content):
     """Also one that writes it only where the content is None."""
     messages = called(content, arguments)
     if content == "absent":
         del messages[0]["content"]
-    if name in REAL:
-        template, expected = REAL[name]
-    else:
-        template, form = REAL_TEXT[name]
-        text = WRITTEN if arguments is OBJECT else TEXT
-        expected = form.replace("{{", "{").replace("}}", "}").replace("{}", text)
+    form, template, expected = REAL[name]
     if (name, content) == ("DeepSeek", ""):
         expected = "<answer>"
-    assert prompt(messages, each(template)) == expected
-    assert form_of_calls(each(template))[0] == (
-        "object" if name in REAL else "given" if name in ("Qwen 3", "Kimi") else "text")
+    text = WRITTEN if form == "object" or arguments is OBJECT else TEXT
+    assert prompt(messages, each(template)) == expected.replace("ARGUMENTS", text)
+    assert form_of_calls(each(template))[0] == form
 
 
 @pytest.mark.parametrize("template, expected", [
@@ -212,6 +195,10 @@ def test_a_call_without_content(prompt, template, expected):
 
 
 def test_other_fields_reach_the_template(prompt):
+    # thoughts, by both names
+    for name in ("reasoning", "reasoning_content"):
+        thought = {"role": "assistant", "content": "46", name: "hm"}
+        assert prompt([thought], each("[{{ m.reasoning_content }}]{{ m.content }}")) == "[hm]46"
     message = {"role": "tool", "tool_call_id": "7", "name": "rain", "content": "no",
                "refusal": None, "reasoning_content": "hm", "own": {"a": [None]}}
     shown = json.loads(prompt([message], "{{ messages[0] | tojson }}"))
@@ -227,11 +214,10 @@ def test_other_fields_reach_the_template(prompt):
 
 def test_a_call_in_a_conversation(prompt):
     """The whole conversation, in a template that adds texts."""
-    chat = [{"role": "user", "content": "rain?"}, *called(None, OBJECT),
-            {"role": "tool", "tool_call_id": "1", "content": "no"},
-            {"role": "assistant", "content": "It is dry."}]
+    chat = [*conversation(OBJECT, 1), {"role": "assistant", "content": "It is dry."}]
     assert prompt(chat, each(DEEPSEEK)).endswith(f"{WRITTEN}\n```<answer>It is dry.")
-    assert prompt(chat, each(QWEN)) == f"user:rain?{{{IN_CALL}}}assistant:It is dry."
+    written = IN_CALL.replace("ARGUMENTS", WRITTEN)
+    assert prompt(chat, each(QWEN)) == f"user:rain?{{{written}}}assistant:It is dry."
 
 
 # ------------------------------------------------------------------------------------- content

@@ -1,27 +1,28 @@
 """lm-evaluation-harness finds the same with our engine, with transformers, and over HTTP.
 
-It is in no extra: `pip install lm-eval accelerate`, else all but one of these tests are skipped.
+It is in no extra: `pip install lm-eval accelerate`, else these tests are skipped.
 """
 
+import functools
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import socket
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 from conftest import ROOT, check_idle, slow
-from forks import run_in_fork
 
-pytestmark = pytest.mark.needs(
-    "sampling.constraints", "sampling.logprobs", "running.metrics", "tools.scores", "tools.serve",
-    "sampling.texts")
+pytestmark = [
+    pytest.mark.needs("sampling.constraints", "sampling.logprobs", "running.metrics",
+                      "tools.scores", "tools.serve", "sampling.texts"),
+    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None,
+                       reason="lm-eval is not installed")]
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-is_there = importlib.util.find_spec("lm_eval") is not None
-needs_package = pytest.mark.skipif(not is_there, reason="lm-eval is not installed")
 
 SUMS = [(12, 34, [45, 46, 56]), (47, 85, [132, 131, 122]), (20, 30, [60, 50, 40]),
         (15, 31, [47, 36, 46]), (61, 7, [67, 68, 78]), (5, 6, [11, 12, 10])]
@@ -98,7 +99,6 @@ def logprobs_of(answers: dict) -> list[float]:
             for task in ("sums", "texts") for each in answers[task] for response in each]
 
 
-@needs_package
 def test_the_figures_are_those_of_transformers(evaluate, model, theirs):
     figures, answers = evaluate(model)
     their_figures, their_answers = evaluate(theirs)
@@ -111,7 +111,6 @@ def test_the_figures_are_those_of_transformers(evaluate, model, theirs):
     assert {*greedy} == {True, False}
 
 
-@needs_package
 def test_requests_by_hand(model, theirs):
     """Empty contexts, spaces at the end of one, long ones, and texts longer than a window."""
     from lm_eval.api.instance import Instance
@@ -141,7 +140,6 @@ def test_requests_by_hand(model, theirs):
     assert ask(model, "generate_until", *given) == ask(theirs, "generate_until", *given)
 
 
-@needs_package
 @pytest.mark.slow
 def test_over_http(evaluate, model, bundled):
     """`local-completions` finds the same in the server's answers."""
@@ -168,38 +166,21 @@ def test_over_http(evaluate, model, bundled):
         logprobs_of(our_answers | {"texts": []}), abs=1e-3)
 
 
-# the model of the recipe "Evaluation" may have another value in each row; what its last line says
-COMMANDS = [
+# flags after those of the recipe; and what is printed, or the end of what is wrong
+@pytest.mark.parametrize("more, part", [
     (["--tasks", "answers"], "exact_match"),
     (["--tasks", "no_such_task"], "no_such_task; `lm-eval ls tasks` lists those for --tasks"),
-    (["--tasks", "answers", "--model_args", "pretrained="], "give --model_args pretrained=MODEL"),
-    (["--tasks", "answers", "--device", "gpu"], "device='gpu' is not accepted: it must be 'auto'"),
-    (["--tasks", "far"], "check the network, since the data of a task is downloaded when it is")]
-
-
-# Each command is a fork of a process that has imported the harness. It reads no tasks but ours:
-# those of the harness are thousands of files, which takes seconds.
-RUN = """
-import functools, json, os, runpy, sys
-import lm_eval.__main__, lm_eval.evaluator
-from lm_eval.tasks import TaskManager
-TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
-sys.path.insert(0, "")
-for out, error, *arguments in json.load(sys.stdin):
-    if (process := os.fork()) == 0:
-        for stream, name in ((1, out), (2, error)):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream)
-        sys.argv = ["nanoengine", *arguments]
-        runpy.run_module("nanoengine", run_name="__main__")
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-"""
-
-
-@needs_package
-@pytest.mark.parametrize("commands", [COMMANDS[:2], slow(COMMANDS[2:])], ids=["right", "wrong"])
-def test_the_command_of_the_recipe(tasks, tmp_path, commands):
+    slow(["--tasks", "answers", "--model_args", "pretrained="], "--model_args pretrained=MODEL"),
+    slow(["--tasks", "answers", "--device", "gpu"], "device='gpu' is not accepted: it must be"),
+    slow(["--tasks", "far"], "check the network, since the data of a task is downloaded when")])
+def test_the_command_of_the_recipe(tasks, tmp_path, monkeypatch, capsys, more, part):
     """As printed, but for its task, which is on this disk. The harness's own device is a GPU."""
+    from lm_eval.tasks import TaskManager
+
+    from nanoengine_extras.tools import terminal
+    # its own tasks are thousands of files, which takes seconds
+    monkeypatch.setattr(TaskManager, "__init__", functools.partialmethod(
+        TaskManager.__init__, include_defaults=False))
     recipes = (ROOT / "docs" / "recipes.md").read_text()
     line, = [line for line in recipes.splitlines() if " -m nanoengine eval " in line]
     _, module, name, *printed, option, _ = shlex.split(line)
@@ -208,24 +189,13 @@ def test_the_command_of_the_recipe(tasks, tmp_path, commands):
            "test_split": "test", "doc_to_text": "a", "doc_to_target": "b"}
     for task in (tasks[2], far):
         (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(task))
-    files = [[str(tmp_path / f"{name}{number}") for name in ("out", "error")]
-             for number in range(len(commands))]
-    done = run_in_fork(RUN, json.dumps([
-        [*file, *printed, "--include_path", str(tmp_path), *more]
-        for file, (more, _) in zip(files, commands)]))
-    codes = [*map(int, done.stdout.split())]
-    assert len(codes) == len(commands), done.stderr
-    for code, names, (_, part) in zip(codes, files, commands):
-        out, error = (Path(name).read_text() for name in names)
-        assert (code == 0) == (part == "exact_match"), error
-        assert part in (out if code == 0 else error.splitlines()[-1]), error
-
-
-@pytest.mark.skipif(is_there, reason="lm-eval is installed")
-def test_without_the_package():
-    done = run_in_fork("import runpy, sys\n"
-                       "sys.argv = ['nanoengine', 'eval', '--tasks', 'x']\n"
-                       "runpy.run_module('nanoengine', run_name='__main__')")
-    *_, last = done.stderr.splitlines()
-    assert done.returncode == 2 and last.endswith("pip install lm-eval"), done.stderr
-    assert "Traceback" not in done.stderr
+    # it logs to what is captured here
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "handlers", [])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [
+        "nanoengine", *printed, "--include_path", str(tmp_path), *more])
+    is_right = part == "exact_match"
+    with nullcontext() if is_right else pytest.raises(SystemExit, match="2"):
+        terminal.main()
+    output, error = capsys.readouterr()
+    assert part in (output if is_right else error.splitlines()[-1]), error

@@ -13,12 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 from nanoengine_extras.tools import prometheus  # noqa: E402
 from nanoengine_extras.tools.prometheus import (  # noqa: E402
-    FIRST_TOKEN,
-    NEXT_TOKEN,
-    WHOLE,
-    Times,
-    as_text,
-)
+    FIRST_TOKEN, NEXT_TOKEN, WHOLE, Times, as_text)
 
 METRICS = {"num_blocks_used": 0, "num_blocks_free": 5, "attention_backend": "gather"}
 
@@ -112,30 +107,24 @@ def test_times(clock):
 
 def test_times_of_an_engine(make_llm):
     """Each completion has a first token, others, and an end unless it is aborted."""
-    times = Times()
     params = SamplingParams(n=2, max_tokens=5, ignore_eos=True)
-    with make_llm(num_kv_blocks=32, max_num_seqs=4, features=[times]) as llm:
+    beams = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    with make_llm(num_kv_blocks=32, max_num_seqs=4, features=[times := Times()]) as llm:
         llm.generate([[5, 6], [7, 8]], params, use_tqdm=False)
         requests = llm.add([[5, 6]], params)
         llm.step()
         llm.abort(requests)
-    assert counts_of(times) == [6, 16, 4]
-
-
-def test_times_of_beams(make_llm):
-    """A search arrives once; the beams that it forks do not."""
-    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
-    with make_llm(num_kv_blocks=32, max_num_seqs=4, features=[times := Times()]) as llm:
-        assert len(llm.beam_search([[5, 6]], params)[0].sequences) == 3
+        assert counts_of(times) == [6, 16, 4]
+        # a search arrives once; the beams that it forks do not
+        assert len(llm.beam_search([[5, 6]], beams)[0].sequences) == 3
     first, following, whole = counts_of(times)
-    assert first == 1 and following <= 5 and whole <= 1
+    assert first == 6 + 1 and following <= 16 + 5 and whole <= 4 + 1
 
 
-@pytest.mark.parametrize("options", [{}, {"preemption": True}, {"speculation": "prompt-lookup"}])
+@pytest.mark.parametrize("options", [
+    {}, {"num_kv_blocks": 5, "max_model_len": 64}, {"speculation": "prompt-lookup"}])
 def test_times_change_no_token(tiny, options):
     """Preempted and guessed tokens are counted once: a step of several guesses is one gap."""
-    if options.pop("preemption", False):
-        options = {"num_kv_blocks": 5, "max_model_len": 64}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     found = []
     for features in ([], [times := Times()]):

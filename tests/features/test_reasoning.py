@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from streams import choice_of, in_turn
 
 from nanoengine_extras.tools.openai_format import CHAT, Body
 from nanoengine_extras.tools.reasoning import Reasoning
@@ -54,22 +55,12 @@ def added(messages: list[dict]) -> tuple[str, str, int]:
 @pytest.mark.parametrize("text, is_open, expected", [
     (text, is_open, expected) for text, is_open, *expected in ANSWERS])
 def test_whole_answers_and_streams(text, is_open, expected):
-    choice = {"index": 0, "logprobs": None, "finish_reason": "stop"}
-    whole = {"role": "assistant", "content": text, "refusal": None}
-    found, = body_of(is_open).edit([choice | {"message": whole}])
+    found, = body_of(is_open).edit([choice_of(text)])
     assert added([found["message"]]) == tuple(expected)
     for seed in range(9):
-        rng = random.Random(seed)
         body = body_of(is_open)
-        deltas = []
-        place = 0
-        while place <= len(text):
-            size = rng.randint(1, 9) if seed else 1
-            is_last = place + size > len(text)
-            event = choice | {"finish_reason": "stop" if is_last else None,
-                              "delta": {"content": text[place:place + size]}}
-            deltas += [each["delta"] for each in body.edit([event])]
-            place += size
+        events = in_turn(random.Random(seed), [text], ["stop"], most=9 if seed else 1)
+        deltas = [each["delta"] for event in events for each in body.edit([event])]
         assert added(deltas) == tuple(expected), seed
 
 
@@ -77,8 +68,7 @@ def test_choices_of_one_stream_and_events_without_news():
     reasoning = Reasoning()
     parts = [(0, "<think>"), (1, "46"), (0, "a"), (1, " 47"), (0, " "), (0, "b</think>\n"),
              (0, "c")]
-    found = [[*reasoning.edit([{"index": index, "logprobs": None, "finish_reason": None,
-                                "delta": {"content": text}}])] for index, text in parts]
+    found = [[*reasoning.edit([choice_of(text, index, None, "delta")])] for index, text in parts]
     assert [bool(each) for each in found] == [False, True, True, True, False, True, True]
     deltas = [each[0]["delta"] for each in found if each]
     assert [(each.get("reasoning"), each["content"]) for each in deltas] == [
@@ -89,24 +79,23 @@ def test_an_event_costs_what_is_new_in_it():
     reasoning = Reasoning(True)
     most = 0
     for _ in range(1000):
-        [*reasoning.edit([{"index": 0, "logprobs": None, "finish_reason": None,
-                           "delta": {"content": "word </thin "}}])]
+        [*reasoning.edit([choice_of("word </thin ", 0, None, "delta")])]
         most = max(most, len(reasoning.held[0]))
     assert most < 9
 
 
+THINKS = {"chat_template_kwargs": {"thinks": True}}
+
+
 @pytest.mark.needs("tools.chat", "sampling.structured_outputs", "sampling.texts")
 @pytest.mark.parametrize("changes, is_open", [
-    ({}, False), ({"chat_template_kwargs": {"thinks": True}}, True),
+    ({}, False), (THINKS, True),
     ({"continue_final_message": True, "add_generation_prompt": False}, True),
     # a grammar that leaves no place for thoughts
-    ({"chat_template_kwargs": {"thinks": True}, "response_format": {"type": "json_object"}},
-     False),
-    ({"chat_template_kwargs": {"thinks": True},
-      "structured_outputs": {"choice": ["hm</think>46"]}}, True),
-    ({"chat_template_kwargs": {"thinks": True}, "tool_choice": "required", "tools": [
-        {"type": "function", "function": {"name": "a", "parameters": {
-            "type": "object", "properties": {"x": {"const": "</think>"}}}}}]}, False)])
+    (THINKS | {"response_format": {"type": "json_object"}}, False),
+    (THINKS | {"structured_outputs": {"choice": ["hm</think>46"]}}, True),
+    (THINKS | {"tool_choice": "required", "tools": [{"type": "function", "function": {
+        "name": "a", "parameters": {"properties": {"x": {"const": "</think>"}}}}}]}, False)])
 def test_what_is_open(llm, changes, is_open):
     template = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
                 "assistant: {{ '<think>\n' if thinks }}")
@@ -120,14 +109,3 @@ def test_what_is_open(llm, changes, is_open):
         outputs = llm.generate(body.prompts, body.params, use_tqdm=False)
         message = body.response(outputs, "m")["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("hm", "46")
-
-
-@pytest.mark.needs("tools.chat")
-def test_thoughts_go_back_to_the_template(llm):
-    """By both names."""
-    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
-    for name in ("reasoning", "reasoning_content"):
-        body = Body(CHAT, "1")
-        body.read({"messages": [{"role": "assistant", "content": "46", name: "hm"}],
-                   "chat_template": template}, llm)
-        assert body.prompts[0]["prompt"] == "[hm]46"

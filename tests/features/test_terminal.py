@@ -25,17 +25,16 @@ COMMAND = [sys.executable, "-m", "nanoengine", "--chat", "--temperature", "0", "
 ENDLESS = """
 import sys
 from nanoengine import LLM, SamplingParams
-from nanoengine.config import EngineConfig
-from nanoengine_extras.tools import ENGINE, Parser, options_of, terminal
+from nanoengine_extras.tools import terminal
 params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
 terminal.converse(LLM(sys.argv[1]), params)
 """
 
 
 class Terminal:
-    """A program in a pseudo terminal."""
+    """A program in a pseudo terminal. As a context, it is killed at the end."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, *command: str) -> None:
         self.master, slave = os.openpty()
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT, cwd=ROOT,
@@ -67,68 +66,54 @@ class Terminal:
     def write(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def wait(self) -> int:
-        return self.process.wait(60)
+    def __enter__(self) -> "Terminal":
+        return self
 
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
         os.close(self.master)
 
 
-@pytest.fixture
-def start():
-    made = []
-
-    def start(command: list[str]) -> Terminal:
-        made.append(Terminal(command))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
-
-
 @pytest.mark.slow
-def test_a_chat_in_a_terminal(start, bundled):
+def test_a_chat_in_a_terminal(bundled):
     """A mark, lines that can be edited, a history, and ways to end it."""
-    shell = start([*COMMAND, bundled])
-    assert "/exit or Ctrl-D ends the chat" in shell.until("> ")
-    shell.write("12 + 35\x7f4\n")
-    assert re.search(r"\n46\r\n", shell.until("46\r\n> "))
-    # the arrow key
-    shell.write("\x1b[A\n")
-    assert "12 + 34" in shell.until(r"46\r\n(\x1b\S*)?> ")
-    # no line
-    for typed in ("\n", "   \n"):
-        shell.write(typed)
-        shell.until("> ")
-    shell.write("abc")
-    shell.until("abc")
-    shell.write("\x03")
-    shell.until("> ", again="\x03")
-    shell.write("12 + 34\n")
-    shell.until("46\r\n.*> ")
-    shell.write("/exit\n")
-    assert shell.wait() == 0
+    with Terminal(*COMMAND, bundled) as shell:
+        assert "/exit or Ctrl-D ends the chat" in shell.until("> ")
+        shell.write("12 + 35\x7f4\n")
+        assert re.search(r"\n46\r\n", shell.until("46\r\n> "))
+        # the arrow key
+        shell.write("\x1b[A\n")
+        assert "12 + 34" in shell.until(r"46\r\n(\x1b\S*)?> ")
+        # no line
+        for typed in ("\n", "   \n"):
+            shell.write(typed)
+            shell.until("> ")
+        shell.write("abc")
+        shell.until("abc")
+        shell.write("\x03")
+        shell.until("> ", again="\x03")
+        shell.write("12 + 34\n")
+        shell.until("46\r\n.*> ")
+        shell.write("/exit\n")
+        assert shell.process.wait(60) == 0
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_answer_in_a_terminal(start, bundled):
-    shell = start([sys.executable, "-c", ENDLESS, bundled])
-    shell.until("> ")
-    for _ in range(3):
-        shell.write("12 + 34\n")
-        # the echo, then the answer
-        shell.until(r"12 \+ 34\r\n")
-        shell.until(r"\w+ ")
-        shell.write("\x03")
-        shell.until(r"\r\n.*> ")
-        assert shell.process.poll() is None
-    # Ctrl-D
-    shell.write("\x04")
-    assert shell.wait() == 0
+def test_ctrl_c_ends_an_answer_in_a_terminal(bundled):
+    with Terminal(sys.executable, "-c", ENDLESS, bundled) as shell:
+        shell.until("> ")
+        for _ in range(3):
+            shell.write("12 + 34\n")
+            # the echo, then the answer
+            shell.until(r"12 \+ 34\r\n")
+            shell.until(r"\w+ ")
+            shell.write("\x03")
+            shell.until(r"\r\n.*> ")
+            assert shell.process.poll() is None
+        # Ctrl-D
+        shell.write("\x04")
+        assert shell.process.wait(60) == 0
 
 
 def test_a_single_answer_that_is_interrupted(bundled, monkeypatch):
@@ -167,7 +152,7 @@ def test_other_prompts_are_texts(arguments, monkeypatch, bundled):
     """Also a single word that names a tool, after two dashes."""
     prompts = []
     monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: prompts.append(prompt) or [])
-    monkeypatch.setattr(sys, "argv", ["nanoengine", *arguments[:-1], arguments[-1]])
+    monkeypatch.setattr(sys, "argv", ["nanoengine", *arguments])
     monkeypatch.setattr(terminal, "DEFAULT_MODEL", bundled)
     terminal.main()
     assert prompts == arguments[-1:]

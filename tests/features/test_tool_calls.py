@@ -2,10 +2,12 @@
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 from conftest import check_refused
 from jsonschema import Draft202012Validator
+from streams import choice_of, in_turn, joined
 
 from nanoengine import LLM
 from nanoengine_extras.tools.openai_format import CHAT, Body
@@ -50,11 +52,6 @@ CALLS = [
     (f"<tool_call>5</tool_call>{written(city='Oslo')}", "<tool_call>5</tool_call>", [OSLO])]
 
 
-def choice_of(text: str, index: int = 0, reason: str | None = "stop",
-              kind: str = "message") -> dict:
-    return {kind: {"content": text}, "index": index, "logprobs": None, "finish_reason": reason}
-
-
 def streamed(pieces: list[str], reason: str | None = "stop") -> tuple[str, list[dict]]:
     """The text and the calls of a stream; the last piece has the reason of the end."""
     stream = ToolCalls("1")
@@ -66,29 +63,21 @@ def streamed(pieces: list[str], reason: str | None = "stop") -> tuple[str, list[
 
 @pytest.mark.parametrize("text, content, calls", [*CALLS, *((text, text, []) for text in NO_CALLS)])
 def test_calls(text, content, calls):
-    """What is no call stays text."""
+    """What is no call stays text, in a whole answer and in a stream."""
+    for reason in ("stop", "length"):
+        whole, = ToolCalls("1").edit([choice_of(text, 0, reason)])
+        assert whole["finish_reason"] == ("tool_calls" if calls and reason == "stop" else reason)
+        found = whole["message"].get("tool_calls")
+        assert (found and [call["function"] for call in found]) == (calls or None)
+        assert whole["message"]["content"] == (content or None if calls else content)
     assert streamed([text]) == (content, calls)
-
-
-TEXTS = [text for text in NO_CALLS if 0 < len(text) < 1000] + [text for text, *_ in CALLS]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_stream_of_single_characters_is_the_whole_answer(text):
-    assert streamed([*text]) == streamed([text])
-    assert streamed([*text, ""]) == streamed([text])
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_both_only_grow(text):
-    """The calls in the beginning of a text stay calls of the whole."""
-    content, calls = "", []
-    for size in range(len(text)):
-        more, found = streamed([text[:size]], None)
-        assert more.startswith(content) and found[:len(calls)] == calls
-        content, calls = more, found
-    whole, found = streamed([text])
-    assert whole.startswith(content) and found[:len(calls)] == calls
+    if len(text) < 1000:
+        # of single characters
+        assert streamed([*text]) == streamed([*text, ""]) == (content, calls)
+        # both only grow: the calls in the beginning of a text stay calls of the whole
+        begun = [streamed([text[:size]], None) for size in range(len(text))]
+        for (before, some), (after, more) in pairwise([*begun, (content, calls)]):
+            assert after.startswith(before) and more[:len(some)] == some
 
 
 def test_a_call_is_found_when_its_tag_ends():
@@ -115,35 +104,14 @@ def test_a_stream_is_the_whole_answer(seed):
     rng = random.Random(seed)
     texts = rng.choices([text for text, *_ in CALLS] + NO_CALLS[:8], k=3)
     reasons = rng.choices(["stop", "length"], k=3)
-    wholes = [*ToolCalls("1").edit(map(choice_of, texts, range(3), reasons))]
+    wholes = joined(ToolCalls("1").edit(map(choice_of, texts, range(3), reasons)))
     stream = ToolCalls("1")
-    found: list[dict] = [{"content": "", "calls": [], "reason": None} for _ in texts]
-    sent = [0] * 3
-    while not all(part["reason"] for part in found):
-        index = rng.choice([index for index, part in enumerate(found) if part["reason"] is None])
-        end = sent[index] + rng.randint(0, 9)
-        reason = reasons[index] if end > len(texts[index]) else None
-        piece = texts[index][sent[index]:end]
-        sent[index] = end
-        for choice in stream.edit([choice_of(piece, index, reason, "delta")]):
-            found[index]["content"] += choice["delta"]["content"] or ""
-            found[index]["calls"] += choice["delta"].get("tool_calls", [])
-            found[index]["reason"] = choice["finish_reason"]
-    for whole, part in zip(wholes, found):
-        message = whole["message"]
-        assert part["content"] == (message["content"] or "")
-        assert [call.pop("index") for call in part["calls"]] == [*range(len(part["calls"]))]
-        assert part["calls"] == message.get("tool_calls", [])
-        assert part["reason"] == whole["finish_reason"]
-        assert (message["content"] is None) == bool(part["calls"] and not part["content"])
-
-
-def test_the_reason_of_the_end():
-    for reason, expected in (("stop", "tool_calls"), ("length", "length")):
-        choice, = ToolCalls("1").edit([choice_of(written(city="Rome"), 0, reason)])
-        assert choice["finish_reason"] == expected
-        choice, = ToolCalls("1").edit([choice_of("46", 0, reason)])
-        assert choice["finish_reason"] == reason and "tool_calls" not in choice["message"]
+    parts = joined(choice for event in in_turn(rng, texts, reasons)
+                   for choice in stream.edit([event]))
+    for part in parts:
+        calls = part.get("tool_calls", [])
+        assert [call.pop("index") for call in calls] == [*range(len(calls))]
+    assert parts == wholes
 
 
 def test_each_call_has_an_id_of_its_own():
@@ -284,19 +252,13 @@ def test_what_no_grammar_can_require_is_refused(llm, changes, error):
     ({"tools": "x"}, "tools"), ({"tools": [5]}, "tools"), ({"tools": [{}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": tool()}, "tool_choice"),
-    ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [tool(5)], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [tool("")], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [tool(), tool()], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
-    ({"tools": [tool()], "tool_choice": 5}, "tool_choice"),
-    ({"tools": [tool()], "tool_choice": ["weather"]}, "tool_choice"),
-    ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tools": [tool()], "tool_choice": {"type": "function", "name": "weather"}}, "tool_choice"),
+    *(({"tools": tools, "tool_choice": "required"}, "tool_choice") for tools in (
+        [], [{"type": "function"}], [tool(5)], [tool("")], [tool(), tool()])),
+    *(({"tools": [tool()], "tool_choice": choice}, "tool_choice") for choice in (
+        "any", 5, ["weather"], {"type": "function"}, {"type": "function", "name": "weather"})),
     ({"tools": [tool(), tool("now")], "tool_choice": tool("wether")},
      r"tool_choice=.*'wether'.* names: weather, now$"),
-    ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"tools": [tool()], "parallel_tool_calls": 0}, "parallel_tool_calls")])
+    *(({"tools": [tool()], "parallel_tool_calls": wrong}, "parallel_tool_calls")
+      for wrong in ("no", 0))])
 def test_what_is_refused(body, name):
     check_refused(f"^{name}", check, body)
