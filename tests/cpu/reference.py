@@ -1,11 +1,11 @@
 """Paged attention in plain PyTorch, and steps and caches for it to be compared in."""
 
-import dataclasses
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from nanoengine_extras.cpu import empty_cache, paged_attention
 from nanoengine_extras.cpu.attention import LANES
@@ -13,28 +13,14 @@ from nanoengine_extras.cpu.attention import LANES
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@dataclasses.dataclass
-class Step:
-    """Where the tokens of a step are: (T,) each, and the blocks of their S sequences.
-
-    What attention on a GPU also asks for comes behind.
-    """
-
-    slot_mapping: Tensor
-    positions: Tensor
-    sequence_of_token: Tensor
-    block_tables: Tensor
-    query_starts: Tensor
-    key_starts: Tensor
-    lengths: Tensor
-    num_decodes: int
-    longest_query: int
-    longest_keys: int
+class Step(SimpleNamespace):
+    """Where the tokens of a step are: `slot_mapping`, `positions` and `sequence_of_token`, (T,)
+    each, and the `block_tables` of their sequences; and what attention on a GPU also asks for."""
 
     def part(self, rows: slice) -> "Step":
         """Some of its tokens, for our own kernel."""
         names = ("positions", "sequence_of_token", "slot_mapping")
-        return dataclasses.replace(self, **{name: getattr(self, name)[rows] for name in names})
+        return Step(**vars(self) | {name: getattr(self, name)[rows] for name in names})
 
 
 def plain_attention(query, cache, window, step, soft_cap=None, sinks=None):

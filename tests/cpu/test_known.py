@@ -1,7 +1,6 @@
 """What `optimize` takes, and what keeps its own forward: all compute what they did before."""
 
 import copy
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu.test_modules import MLP, Decoder, Model, swiglu
+from cpu.test_modules import make_decoder, make_layer
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig
 
 from nanoengine import LLM, SamplingParams, loader, model as plain
+from nanoengine.model import MLP, swiglu
 from nanoengine_extras.cpu import knows_attention, modules, optimize
 from nanoengine_extras.known import has_code_of
 from nanoengine_extras.cpu.modules import GatedMLP, Layers, PackedLinear, PagedAttention
@@ -212,6 +212,9 @@ def test_a_head_can_share_the_weight_of_an_embedding():
 # ------------------------------------------------------------------------------------- MLPs
 
 
+CONFIG = LlamaConfig(hidden_size=48, intermediate_size=96, num_attention_heads=4, mlp_bias=True)
+
+
 class Counting(MLP):
     """Calls the known forward."""
 
@@ -250,37 +253,39 @@ exec("class WithoutSource(MLP):\n    def forward(self, x):\n"
 
 @pytest.mark.parametrize("kind, is_known", [(MLP, True), (Same, True), *dict.fromkeys(
     (Counting, GeluOfGate, WithScale, Plus, made["WithoutSource"]), False).items()])
-def test_mlps(kind, is_known):
+@pytest.mark.parametrize("dtype, tolerance, is_packed", [
+    (torch.float32, 1e-4, True), (torch.bfloat16, 2**-4, True), (torch.float16, 2**-6, False)])
+def test_mlps(kind, is_known, dtype, tolerance, is_packed):
     """Those that are not known keep their forward."""
-    before, mlp = fast(kind())
+    before, mlp = fast(kind(CONFIG).to(dtype))
     for shape in ((48,), (2, 3, 48), (0, 48), (2, 0, 48)):
-        x = 5 * torch.randn(*shape)
-        close(mlp(x), before(x), rtol=1e-4, atol=1e-4)
+        x = (5 * torch.randn(*shape)).to(dtype)
+        close(mlp(x), before(x), rtol=tolerance, atol=tolerance)
         # the first product is plain
-        close(mlp.gate_up_proj(x), before.gate_up_proj(x), rtol=1e-4, atol=1e-4)
+        close(mlp.gate_up_proj(x), before.gate_up_proj(x), rtol=tolerance, atol=tolerance)
     assert isinstance(mlp, kind) and isinstance(mlp, GatedMLP) == is_known
-    assert mlp.gate_up_proj.is_packed and mlp.down_proj.is_packed
-    assert has_code_of(GatedMLP, kind()) == is_known
+    assert mlp.gate_up_proj.is_packed == mlp.down_proj.is_packed == is_packed
+    assert has_code_of(GatedMLP, kind(CONFIG)) == is_known
     assert is_known or not optimize(mlp)
 
 
 def test_a_forward_of_a_module_or_one_of_its_functions_can_be_another(monkeypatch):
-    mlp = MLP()
+    mlp = MLP(CONFIG)
     mlp.forward = twice
     optimize(mlp)
     assert mlp(torch.ones(1)) == 2
     monkeypatch.setitem(MLP.forward.__globals__, "swiglu", lambda x: x[..., :96])
-    before, mlp = fast(MLP())
+    before, mlp = fast(MLP(CONFIG))
     x = torch.randn(2, 48)
     close(mlp(x), before(x))
     monkeypatch.undo()
-    assert isinstance(fast(MLP())[1], GatedMLP)
+    assert isinstance(fast(MLP(CONFIG))[1], GatedMLP)
     monkeypatch.setattr(MLP, "forward", GeluOfGate.forward)
-    assert not isinstance(fast(MLP())[1], GatedMLP)
+    assert not isinstance(fast(MLP(CONFIG))[1], GatedMLP)
 
 
 def test_hooks_and_gradients_of_a_known_mlp():
-    before, mlp = fast(MLP())
+    before, mlp = fast(MLP(CONFIG))
     x = torch.randn(2, 48, requires_grad=True)
     close(torch.autograd.grad(mlp(x).sum(), x), torch.autograd.grad(before(x).sum(), x))
     for each in (mlp, before):
@@ -298,24 +303,13 @@ class Centered(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
-def rms_norm(x, weight, eps):
-    numbers = x.float()
-    mean = numbers.square().mean(dim=-1, keepdim=True)
-    return (numbers * (mean + eps).rsqrt() * weight).to(x.dtype)
-
-
-class Written(nn.RMSNorm):
-    def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
-
-
 def hidden_by(norm):
     norm.forward = twice
     return norm
 
 
 @pytest.mark.parametrize("norm, is_known", [
-    (nn.RMSNorm(8, 1e-6), True), (Written(8, 1e-6), True), (Centered(8, 1e-6), False),
+    (nn.RMSNorm(8, 1e-6), True), (plain.RMSNorm(8, 1e-6), True), (Centered(8, 1e-6), False),
     (nn.LayerNorm(8), False), (nn.RMSNorm(8, 1e-6, elementwise_affine=False), False),
     (nn.RMSNorm(8), False), (hidden_by(nn.RMSNorm(8, 1e-6)), False), (nn.Identity(), False),
     (parametrize.register_parametrization(nn.RMSNorm(8, 1e-6), "weight", Square()), False)])
@@ -329,7 +323,7 @@ def test_norms(norm, is_known):
     # of all heads together
     (nn.RMSNorm(64, 1e-6), nn.RMSNorm(32, 1e-6)), (nn.RMSNorm(64, 1e-6), nn.RMSNorm(64, 1e-6))])
 def test_attention_with_other_norms_of_heads_is_not_known(norms):
-    model = Model(torch.float32)
+    model = make_layer(torch.float32)
     assert knows_attention(model)
     model.self_attn.q_norm, model.self_attn.k_norm = norms
     assert not knows_attention(model) and not optimize(model)
@@ -338,7 +332,7 @@ def test_attention_with_other_norms_of_heads_is_not_known(norms):
 
 def test_no_attention_is_replaced_where_one_is_not_known():
     """They share a cache."""
-    decoder = Decoder(torch.float32)
+    decoder = make_decoder(torch.float32)
     decoder.layers[1].self_attn.forward = twice
     assert not optimize(decoder)
     assert not isinstance(decoder.layers[0].self_attn, PagedAttention)
@@ -346,7 +340,7 @@ def test_no_attention_is_replaced_where_one_is_not_known():
 
 
 def test_a_forward_that_is_set_on_a_layer_runs(monkeypatch):
-    decoder = Decoder(torch.float32)
+    decoder = make_decoder(torch.float32)
     decoder.layers[1].forward = lambda x, *_: x * 0 + 3
     assert optimize(decoder)
     decoder.layers[0].forward = lambda x, *_: x
@@ -357,69 +351,42 @@ def test_a_forward_that_is_set_on_a_layer_runs(monkeypatch):
 # --------------------------------------------------------------------------------- the engine
 
 
-CONFIGS = [LlamaConfig, Qwen3Config]
-
-
-@pytest.mark.parametrize("make", CONFIGS)
-def test_the_engine_s_own_model_is_known(make):
+def test_the_engine_s_own_model_is_known():
     """If not: its forwards were changed. See that the kernels still compute the same, and change
     the docstrings in nanoengine_extras/cpu/modules.py and nanoengine_extras/gpu/modules.py."""
-    decoder = plain.Decoder(make(
-        vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=4, num_key_value_heads=2)).requires_grad_(False)
-    assert knows_attention(decoder) and optimize(decoder)
-    assert isinstance(decoder, Layers) and isinstance(decoder.layers[0].mlp, GatedMLP)
-    assert isinstance(decoder.layers[1].self_attn, PagedAttention)
-    assert all(map(modules.is_known_layer, decoder.layers))
-    assert all(modules.is_known_mlp(layer.mlp) for layer in decoder.layers)
+    decoder = make_decoder(torch.float32, hidden=64)
+    assert knows_attention(decoder) and optimize(decoder) and isinstance(decoder, Layers)
+    assert all(modules.is_known_layer(layer) and modules.is_known_mlp(layer.mlp)
+               for layer in decoder.layers)
 
 
 @pytest.mark.slow
 def test_it_is_known_without_docstrings():
-    script = "\n".join([
-        "from transformers import Qwen3Config", "from nanoengine import model",
-        "from nanoengine_extras.cpu import optimize", "print(optimize(model.Decoder(Qwen3Config(",
-        "    vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1,",
-        "    head_dim=32, num_attention_heads=4, num_key_value_heads=2)).requires_grad_(False)))"])
+    script = ("import sys, torch; sys.path.append('tests'); from cpu.test_modules import *; "
+              "print(optimize(make_decoder(torch.float32)))")
     assert subprocess.check_output([sys.executable, "-OO", "-c", script], text=True,
                                    cwd=ROOT).split() == ["True"]
 
 
 class Scaled(plain.Attention):
-    """Attention whose scores are a third, as a family of one's own might have it."""
+    """As families of one's own might have them."""
 
-    def forward(self, x, angles, step, rows):
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        query, key, value = qkv.split(self.num_heads, dim=1)
-        query = plain.rotate(self.q_norm(query), *angles) / 3
-        key = plain.rotate(self.k_norm(key), *angles)
-        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
-        attended = self.backend(query, self.cache, self.window, step)
-        return self.o_proj(attended.flatten(1)[rows])
+    def forward(self, *inputs):
+        return super().forward(*inputs) / 3
 
 
-class Gelu(plain.MLP):
-    forward = GeluOfGate.forward
-
-
-class Multiplied(plain.Decoder):
-    def forward(self, token_ids, step):
-        x = self.embed_tokens(token_ids) * math.sqrt(self.embed_tokens.embedding_dim)
-        angles = self.rope[:, step.positions, None]
-        for layer in self.layers:
-            is_last = layer is self.layers[-1]
-            x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
-        return self.norm(x)
+class Turned(plain.Decoder):
+    def forward(self, *inputs):
+        return super().forward(*inputs).flip(-1)
 
 
 class Weaker(plain.DecoderLayer):
     def forward(self, x, angles, step, rows):
-        x = x[rows] + 0.3 * self.self_attn(self.input_layernorm(x), angles, step, rows)
-        return x + 0.3 * self.mlp(self.post_attention_layernorm(x))
+        return super().forward(x, angles, step, rows) * 0.3 + x[rows] * 0.7
 
 
 @pytest.mark.parametrize("name, kind", [
-    ("Attention", Scaled), ("MLP", Gelu), ("Decoder", Multiplied), ("DecoderLayer", Weaker),
+    ("Attention", Scaled), ("MLP", GeluOfGate), ("Decoder", Turned), ("DecoderLayer", Weaker),
     ("RMSNorm", Centered)])
 def test_a_family_of_one_s_own_computes_what_it_says(monkeypatch, tiny, name, kind):
     """The same tokens as in plain PyTorch, and other ones than the engine's own model."""

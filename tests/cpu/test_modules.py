@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from forks import run_in_fork
 from torch import nn
+from transformers import LlamaConfig, Qwen3Config
 
 from cpu.reference import make_step, plain_attention
+from nanoengine.model import MLP, Attention, Decoder, RMSNorm
 from nanoengine_extras.cpu import attention, empty_cache, modules, optimize
 from nanoengine_extras.cpu.compiling import Program, run_call, warn_once
 from nanoengine_extras.cpu.modules import PackedLinear
@@ -19,96 +20,39 @@ from nanoengine_extras.cpu.products import MOST_WORDS
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 16
 
 
-def rotate(x, cos, sin):
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+def attend(query, *inputs, **options):
+    return plain_attention(query, *inputs, **options).to(query.dtype)
 
 
-def swiglu(gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def step_of(rows):
+    """Of a sequence with nine tokens between two with one. rows: those that need an output"""
+    step = make_step([1, 9, 1], [0, 0, 0], 16)
+    step.logits_indices = torch.tensor(rows, dtype=torch.int32)
+    return step
 
 
-def attend(query, cache, window, step):
-    return plain_attention(query, cache, window, step).to(query.dtype)
+def make_decoder(dtype, has_norms=True, num_layers=2, hidden=HIDDEN):
+    """The engine's own. Without norms of heads, the other norms are PyTorch's."""
+    torch.manual_seed(0)
+    kind = Qwen3Config if has_norms else LlamaConfig
+    decoder = Decoder(kind(
+        vocab_size=50, hidden_size=hidden, intermediate_size=96, num_hidden_layers=num_layers,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+        attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5)).to(dtype).requires_grad_(False)
+    for module in decoder.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.uniform_(0.5, 1.5)
+            module.__class__ = RMSNorm if has_norms else nn.RMSNorm
+    for layer in decoder.layers:
+        layer.self_attn.backend = attend
+        if has_norms:
+            layer.self_attn.q_norm.eps = layer.self_attn.k_norm.eps = 1e-3
+    decoder.rope = torch.rand(2, 100, HEAD_DIM // 2)
+    return decoder
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_up_proj = nn.Linear(HIDDEN, 2 * 96)
-        self.down_proj = nn.Linear(96, HIDDEN, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
-
-
-class Attention(nn.Module):
-    def __init__(self, has_norms):
-        super().__init__()
-        self.head_dim, self.window, self.backend = HEAD_DIM, None, attend
-        self.num_heads = [HEADS, KV_HEADS, KV_HEADS]
-        self.qkv_proj = nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(HEAD_DIM, eps=1e-3) if has_norms else nn.Identity() for _ in range(2))
-
-    def forward(self, x, angles, step, rows):
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        query, key, value = qkv.split(self.num_heads, dim=1)
-        query = rotate(self.q_norm(query), *angles)
-        key = rotate(self.k_norm(key), *angles)
-        self.cache.flatten(1, 2)[:, step.slot_mapping] = torch.stack((key, value))
-        attended = self.backend(query, self.cache, self.window, step)
-        return self.o_proj(attended.flatten(1)[rows])
-
-
-class Layer(nn.Module):
-    def __init__(self, has_norms):
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.self_attn = Attention(has_norms)
-        self.post_attention_layernorm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.mlp = MLP()
-
-    def forward(self, x, angles, step, rows):
-        x = x[rows] + self.self_attn(self.input_layernorm(x), angles, step, rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def prepare(module, dtype):
-    module.to(dtype).requires_grad_(False)
-    for name, parameter in module.named_parameters():
-        if "norm" in name:
-            parameter.uniform_(0.5, 1.5)
-
-
-class Model(Layer):
-    """A layer alone."""
-
-    def __init__(self, dtype, has_norms=True):
-        torch.manual_seed(0)
-        super().__init__(has_norms)
-        prepare(self, dtype)
-
-
-class Decoder(nn.Module):
-    def __init__(self, dtype, has_norms=True, num_layers=2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed_tokens = nn.Embedding(50, HIDDEN)
-        self.layers = nn.ModuleList(Layer(has_norms) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        prepare(self, dtype)
-        self.rope = torch.rand(2, 100, HEAD_DIM // 2)
-
-    def forward(self, token_ids, step):
-        x = self.embed_tokens(token_ids)
-        angles = self.rope[:, step.positions, None]
-        for layer in self.layers:
-            is_last = layer is self.layers[-1]
-            x = layer(x, angles, step, step.logits_indices if is_last else slice(None))
-        return self.norm(x)
+def make_layer(dtype, has_norms=True):
+    return make_decoder(dtype, has_norms, 1).layers[0]
 
 
 def give_caches(module, step, dtype, make):
@@ -124,15 +68,24 @@ def zeros(layers, num_blocks, block_size, kv_heads, head_dim, dtype):
     return torch.zeros(layers, 2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
 
 
-@pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
-def test_modules_change_in_place_and_compute_the_same(dtype, tolerance, has_norms):
-    step = make_step([1, 9, 1], [0, 0, 0], 16)
+@pytest.mark.parametrize("dtype, tolerance, has_norms, options", [
+    (torch.float32, 1e-5, True, {}), (torch.float32, 1e-5, False, {}),
+    (torch.bfloat16, 8e-2, True, {}), (torch.bfloat16, 8e-2, False, {}),
+    (torch.float32, 1e-4, False, dict(soft_cap=5.0)),
+    (torch.float32, 1e-4, False, dict(sinks=torch.arange(4.0) - 2))])
+def test_modules_change_in_place_and_compute_the_same(dtype, tolerance, has_norms, options):
+    """Attention can have a soft cap and sinks, if its backend heeds them, too."""
+    step = step_of([0, 9, 10])
     x, angles = torch.randn(11, HIDDEN).to(dtype), torch.rand(2, 11, 1, HEAD_DIM // 2)
-    inputs = x, angles, step, torch.tensor([0, 9, 10])
-    model = Model(dtype, has_norms)
+    inputs = x, angles, step, step.logits_indices
+    model = make_layer(dtype, has_norms)
+    # scores are above the cap
+    model.input_layernorm.weight.mul_(8 if options else 1)
     give_caches(model, step, dtype, zeros)
+    usual = model(*inputs)
+    vars(model.self_attn).update(options, backend=functools.partial(attend, **options))
     expected = model(*inputs)
+    assert not options or (expected - usual).abs().max() > 1e-3
 
     modules, names = dict(model.named_modules()), [name for name, _ in model.named_parameters()]
     calls = []
@@ -150,34 +103,13 @@ def test_modules_change_in_place_and_compute_the_same(dtype, tolerance, has_norm
 
 
 def test_attention_may_be_left_out():
-    model = Model(torch.float32)
+    model = make_layer(torch.float32)
     assert not optimize(model, has_attention=False)
     assert type(model.self_attn) is Attention and type(model.mlp) is not MLP
 
 
-@pytest.mark.parametrize("options", [dict(soft_cap=5.0), dict(sinks=torch.arange(4.0) - 2)])
-def test_attention_can_have_a_soft_cap_and_sinks(options):
-    """If its backend heeds them, too."""
-    step = make_step([1, 9, 1], [0, 0, 0], 16)
-    x, angles = torch.randn(11, HIDDEN), torch.rand(2, 11, 1, HEAD_DIM // 2)
-    model = Model(torch.float32, has_norms=False)
-    # scores are above the cap
-    model.input_layernorm.weight.mul_(8)
-    give_caches(model, step, torch.float32, zeros)
-    usual = model(x, angles, step, slice(None))
-    vars(model.self_attn).update(options, backend=lambda *inputs: plain_attention(
-        *inputs, **options).float())
-    give_caches(model, step, torch.float32, zeros)
-    expected = model(x, angles, step, slice(None))
-    optimize(model)
-    give_caches(model, step, torch.float32, empty_cache)
-    found = model(x, angles, step, slice(None))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    assert (found - usual).abs().max() > 1e-3
-
-
 def test_what_is_set_later_counts():
-    model = Model(torch.float32)
+    model = make_layer(torch.float32)
     optimize(model)
     x = torch.randn(5, HIDDEN)
     model.mlp.down_proj = nn.Identity()
@@ -201,22 +133,12 @@ def test_weights_that_no_kernel_knows_are_multiplied_by_pytorch(caplog, linear):
     assert torch.equal(linear(x), expected) and isinstance(linear, PackedLinear)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_mlp_has_swiglu_whether_its_weight_is_packed_or_not(dtype):
-    mlp = MLP().to(dtype).requires_grad_(False)
-    x = torch.randn(5, HIDDEN).to(dtype)
-    expected = mlp(x)
-    optimize(mlp)
-    torch.testing.assert_close(mlp(x), expected, rtol=2**-6, atol=2**-6)
-
-
 # ------------------------------------------------------------------------- all layers at once
 
 
-def fast_decoder(dtype, step, monkeypatch, hidden=64, **options):
+def fast_decoder(dtype, step, **options):
     """A decoder, optimized, and what it computed before."""
-    monkeypatch.setitem(globals(), "HIDDEN", hidden)
-    decoder = Decoder(dtype, **options)
+    decoder = make_decoder(dtype, **dict(hidden=64) | options)
     token_ids = torch.randint(50, (len(step.positions),))
     give_caches(decoder, step, dtype, zeros)
     expected = decoder(token_ids, step)
@@ -241,10 +163,9 @@ def counted_runs(monkeypatch):
 def test_all_layers_are_two_programs(
         monkeypatch, dtype, tolerance, has_norms, num_layers, rows):
     """For any rows, which can also repeat."""
-    step = make_step([1, 9, 1], [0, 0, 0], 16)
-    step.logits_indices = torch.tensor(rows, dtype=torch.int32)
+    step = step_of(rows)
     decoder, token_ids, expected = fast_decoder(
-        dtype, step, monkeypatch, has_norms=has_norms, num_layers=num_layers)
+        dtype, step, has_norms=has_norms, num_layers=num_layers)
     runs = counted_runs(monkeypatch)
     found = decoder(token_ids, step)
     assert len(runs) == 2 and found.dtype == dtype
@@ -254,7 +175,7 @@ def test_all_layers_are_two_programs(
 def test_programs_serve_steps_of_all_sizes_and_give_a_token_the_same_bits(monkeypatch):
     step = make_step([40], [0], 16)
     step.logits_indices = torch.arange(40)
-    decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch)
+    decoder, token_ids, expected = fast_decoder(torch.float32, step)
     together = decoder(token_ids, step)
     torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
     give_caches(decoder, step, torch.float32, empty_cache)
@@ -269,9 +190,8 @@ def test_programs_serve_steps_of_all_sizes_and_give_a_token_the_same_bits(monkey
 
 def test_what_is_set_later_counts_in_all_layers(monkeypatch):
     """Weights, modules and caches; and hooks, with which the layers are called one by one."""
-    step = make_step([1, 9, 1], [0, 0, 0], 16)
-    step.logits_indices = torch.tensor([0, 9, 10])
-    decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch)
+    step = step_of([0, 9, 10])
+    decoder, token_ids, expected = fast_decoder(torch.float32, step)
     close = functools.partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
     close(decoder(token_ids, step), expected)
 
@@ -280,7 +200,7 @@ def test_what_is_set_later_counts_in_all_layers(monkeypatch):
              for name, module in decoder.named_modules()]
     close(decoder(token_ids, step), expected)
     names = {name for name, _ in decoder.named_modules()}
-    assert {name for name in names - {*calls}} == {"layers"} | {
+    assert names - {*calls} == {"layers", "lm_head"} | {
         f"layers.{index}.self_attn.{kind}_norm" for index in (0, 1) for kind in "qk"}
     for hook in hooks:
         hook.remove()
@@ -305,10 +225,9 @@ def test_what_is_set_later_counts_in_all_layers(monkeypatch):
 
 @pytest.mark.parametrize("change", ["padding", "norm", "dtype"])
 def test_layers_that_no_program_knows_are_called_one_by_one(monkeypatch, change):
-    step = make_step([1, 9, 1], [0, 0, 0], 16)
-    step.logits_indices = torch.tensor([0, 9, 10])
+    step = step_of([0, 9, 10])
     hidden = 40 if change == "padding" else 64
-    decoder, token_ids, expected = fast_decoder(torch.float32, step, monkeypatch, hidden)
+    decoder, token_ids, expected = fast_decoder(torch.float32, step, hidden=hidden)
     if change == "norm":
         decoder.layers[0].input_layernorm = nn.LayerNorm(hidden, elementwise_affine=False)
     elif change == "dtype":
@@ -334,9 +253,8 @@ class Relu(nn.Module):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
 @pytest.mark.parametrize("others", [[0], [1], [2], [0, 2], [0, 1, 2]])
 def test_a_program_ends_before_another_mlp(monkeypatch, others, dtype, tolerance):
-    step = make_step([1, 9, 1], [0, 0, 0], 16)
-    step.logits_indices = torch.tensor([0, 9, 10, 10])
-    decoder, token_ids, before = fast_decoder(dtype, step, monkeypatch, num_layers=3)
+    step = step_of([0, 9, 10, 10])
+    decoder, token_ids, before = fast_decoder(dtype, step, num_layers=3)
     for number in others:
         decoder.layers[number].mlp = Relu()
     # called one by one
@@ -377,28 +295,23 @@ def test_kernels_run_on_as_many_threads_as_pytorch_s_operators():
 
 def test_kernels_are_compiled_when_the_model_is_made_fast_and_gets_its_cache():
     """None when it computes, and none at all in a second process: all are kept on disk."""
-    tests = Path(__file__).parents[1]
-    script = f"import sys; sys.path.append({str(tests)!r})" + """
-if True:
-        import numba, torch
-        from cpu.reference import make_step
-        from cpu.test_modules import HEAD_DIM, HIDDEN, Model, give_caches
-        from nanoengine_extras.cpu import empty_cache, optimize
+    script = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[1])!r})
+import torch
+from numba.core.event import install_recorder
+from cpu.reference import make_step
+from cpu.test_modules import HEAD_DIM, HIDDEN, give_caches, make_layer
+from nanoengine_extras.cpu import empty_cache, optimize
 
-        class Listener(numba.core.event.Listener):
-            count = 0
-            def on_start(self, event):
-                self.count += 1
-            on_end = lambda self, event: None
-
-        numba.core.event.register("numba:compile", listener := Listener())
-        model, step = Model(torch.bfloat16), make_step([1, 9], [0, 0], 16)
-        optimize(model)
-        give_caches(model, step, torch.bfloat16, empty_cache)
-        at_start = listener.count
-        x = torch.randn(10, HIDDEN).bfloat16()
-        model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))
-        print(at_start, listener.count - at_start)"""
+with install_recorder("numba:compile") as seen:
+    model, step = make_layer(torch.bfloat16), make_step([1, 9], [0, 0], 16)
+    optimize(model)
+    give_caches(model, step, torch.bfloat16, empty_cache)
+    at_start = len(seen.buffer)
+    x = torch.randn(10, HIDDEN).bfloat16()
+    model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))
+    print(at_start, len(seen.buffer) - at_start)"""
     first, second = (run_in_fork(script) for _ in range(2))
     assert first.stdout.split()[1:] == ["0"], first.stderr
     assert second.stdout.split() == ["0", "0"], second.stderr

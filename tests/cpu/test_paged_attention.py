@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numba
 import pytest
@@ -62,6 +61,17 @@ def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window,
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def compare(qkv, cache, window, step, atol, rtol, **options):
+    """Without norms and angles. Returns what the kernel and plain PyTorch compute."""
+    _, heads, head_dim = qkv.shape
+    out = attend_in_tiles(
+        qkv.clone(), NO_NORMS, no_turn(len(qkv), head_dim), cache, window, step, **options)
+    query = qkv[:, :heads - 2 * cache.shape[3]]
+    expected = plain_attention(query, cache, window, step, **options)
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol)
+    return out, expected
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(F32, 1e-4), (BF16, 2e-2)])
 @pytest.mark.parametrize("growth", [-200, 4, 20, 200])
 def test_scores_that_grow_from_span_to_span(growth, dtype, tolerance):
@@ -74,21 +84,13 @@ def test_scores_that_grow_from_span_to_span(growth, dtype, tolerance):
         ramp = torch.arange(len(table) * 16) * growth / 600
         cache[0, table] = ramp.view(-1, 16, 1, 1).expand(-1, -1, 1, 32).to(dtype)
     qkv = torch.stack((*query.repeat(2, 41, 1), *torch.randn(2, 41, 32)), dim=1).to(dtype)
-    out = attend_in_tiles(qkv, NO_NORMS, no_turn(41, 32), cache, None, step)
-    expected = plain_attention(qkv[:, :2], cache, None, step)
-    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-CAPS = [(5.0, False, BF16), (None, True, BF16), (5.0, True, F32)]
-
-
-def options_of(soft_cap, has_sinks, heads):
-    return dict(soft_cap=soft_cap, sinks=torch.randn(heads) * 3 if has_sinks else None)
+    compare(qkv, cache, None, step, tolerance, tolerance)
 
 
 @pytest.mark.parametrize("num_tokens", [[1, 1, 9, 1, 40, 2], [1] * 6])
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("soft_cap, has_sinks, dtype", CAPS)
+@pytest.mark.parametrize("soft_cap, has_sinks, dtype", [
+    (5.0, False, BF16), (None, True, BF16), (5.0, True, F32)])
 def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
     torch.manual_seed(0)
     tolerance = 3e-6 if dtype == F32 else 2e-2
@@ -97,11 +99,9 @@ def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
     # scores from -24 to 24: most are far above the cap
     qkv = torch.randn(sum(num_tokens), 8, 16).to(dtype)
     qkv[:, :4] *= 6
-    options = options_of(soft_cap, has_sinks, 4)
-    out = attend_in_tiles(
-        qkv.clone(), NO_NORMS, no_turn(len(qkv), 16), cache, window, step, **options)
-    expected = plain_attention(qkv[:, :4], cache, window, step, **options)
-    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    sinks = torch.randn(4) * 3 if has_sinks else None
+    _, expected = compare(
+        qkv, cache, window, step, tolerance, tolerance, soft_cap=soft_cap, sinks=sinks)
     without = plain_attention(qkv[:, :4], cache, window, step)
     assert (expected - without).abs().max() > 0.1
 
@@ -116,10 +116,7 @@ def test_a_sink_can_be_any_number(dtype, tolerance):
     cache = random_cache(4, 16, 16, step, dtype)
     qkv = torch.randn(41, 16, 16).to(dtype)
     for window in (None, 5):
-        out = attend_in_tiles(
-            qkv.clone(), NO_NORMS, no_turn(41, 16), cache, window, step, sinks=sinks)
-        expected = plain_attention(qkv[:, :8], cache, window, step, sinks=sinks)
-        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        out, expected = compare(qkv, cache, window, step, tolerance, tolerance, sinks=sinks)
         assert out[:, 6:].count_nonzero() == 0 and expected[:, 0].abs().min() > 0
 
 
@@ -129,9 +126,7 @@ def test_small_and_huge_scores_with_a_soft_cap(scale):
     step = make_step([1, 7], [299, 100], 16)
     cache = random_cache(1, 16, 16, step, F32)
     qkv = torch.randn(8, 4, 16) * scale
-    out = attend_in_tiles(qkv.clone(), NO_NORMS, no_turn(8, 16), cache, None, step, soft_cap=5.0)
-    expected = plain_attention(qkv[:, :2], cache, None, step, soft_cap=5.0)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5 * max(1, scale), rtol=1e-5)
+    compare(qkv, cache, None, step, 1e-5 * max(1, scale), 1e-5, soft_cap=5.0)
 
 
 def test_a_soft_cap_hides_no_nan():
@@ -249,21 +244,6 @@ def test_other_cpus(name, features, tmp_path):
     assert max(errors[::2]) < 3e-6 and max(errors[1::2]) < 2e-2
 
 
-@pytest.fixture
-def new_kernels(monkeypatch):
-    """The kernels of attention that are called. No kernel is known from another test."""
-    make, made = kernels.make_kernel.__wrapped__, []
-    compiling.run_calls.cache_clear()
-
-    @functools.cache
-    def make_kernel(*shape):
-        made.append(make(*shape))
-        return made[-1]
-
-    monkeypatch.setattr(kernels, "make_kernel", make_kernel)
-    return made
-
-
 def bits_of_a_large_step():
     """A hash of what all kernels compute, also called in a process of its own."""
     torch.manual_seed(0)
@@ -272,15 +252,16 @@ def bits_of_a_large_step():
     norms, angles = random_norms(64, torch.bfloat16), torch.rand(2, 800, 32)
     qkv = torch.randn(800, 32, 64).bfloat16()
     out = attend_in_tiles(qkv, norms, angles, cache, None, step)
-    results = qkv[:, :16], out
-    return hashlib.sha1(
-        torch.cat([result.flatten() for result in results]).view(torch.int16).numpy()).hexdigest()
+    results = torch.cat((qkv[:, :16], out))
+    return hashlib.sha1(results.view(torch.int16).numpy()).hexdigest()
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing_and_gets_the_same_bits(
-        new_kernels, tmp_path, monkeypatch):
+def test_a_second_process_compiles_nothing_and_gets_the_same_bits(tmp_path, monkeypatch):
     """In the process in which it was compiled, numba would not take the one on disk."""
+    # no kernel is known from another test
+    monkeypatch.setattr(kernels, "make_kernel", functools.cache(kernels.make_kernel.__wrapped__))
+    compiling.run_calls.cache_clear()
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     compiled = bits_of_a_large_step()
     files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
@@ -291,16 +272,3 @@ def test_a_second_process_compiles_nothing_and_gets_the_same_bits(
          "print(test.bits_of_a_large_step())"], env=environment, text=True)
     assert loaded.strip() == compiled
     assert files == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nb?")}
-
-
-def test_a_token_that_is_the_first_of_its_sequence_sees_itself_alone():
-    for num_tokens in (1, 3):
-        tables = torch.arange(num_tokens, dtype=torch.int32)[:, None]
-        indices = torch.arange(num_tokens)
-        step = SimpleNamespace(slot_mapping=indices * 16, block_tables=tables,
-                               sequence_of_token=indices.int(), positions=indices.int() * 0)
-        qkv = torch.nn.Linear(5, 256)(torch.randn(4, 5))[:num_tokens].detach().view(-1, 8, 32)
-        cache = torch.zeros(2, 3, 2, 16, 32).transpose(2, 3)  # in any layout
-        turns = no_turn(9, 32)[:, indices]
-        out = attend_by_kernel(qkv, NO_NORMS, turns, cache, None, step)
-        assert torch.allclose(out, qkv[:, 6:].repeat_interleave(2, dim=1))
