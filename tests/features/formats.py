@@ -17,7 +17,7 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import greedy_reference, random_prompts, token_ids
+from conftest import ROOT, greedy_reference, random_prompts, token_ids
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,12 +35,17 @@ EXPERTS = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4, num_lo
                num_experts_per_tok=2, decoder_sparse_step=1)
 
 
+# a GGUF made by llama.cpp's own tools: Q4_K and Q6_K, the bundled tokenizer, and a chat template
+REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts([3, 40])
 OPTIONS: dict[str, Any] = dict(
     dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 # each dtype and size of blocks is a kernel to compile
 BFLOAT16 = OPTIONS | dict(dtype="bfloat16", block_size=32)
+# ways to run the same requests
+SCHEDULES: list[dict[str, Any]] = [
+    {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1)]
 
 
 class Format(NamedTuple):

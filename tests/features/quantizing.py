@@ -1,8 +1,5 @@
 """GGUF files and packed weights for tests: random ones in every format."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -13,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, random_prompts
+from conftest import random_prompts
 from formats import (  # noqa: F401
-    BFLOAT16, GREEDY, OPTIONS, PROMPTS, expected, generated)
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, REAL, SCHEDULES, TABLES, expected, generated)
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extras.cpu.compiling import Program
 from nanoengine_extras.cpu.modules import PackedLinear
 from nanoengine_extras.cpu.packed import QuantizedLinear
-from nanoengine_extras.cpu.vectors import has
+from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.models.gguf import files as gguf_files
 from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.models.gguf import numbers as gguf_numbers
@@ -117,12 +114,11 @@ def parts(place: str, weight: Tensor, arch: str, config: Any) -> Iterator[tuple[
 
 
 class Writer(gguf.GGUFWriter):
-    """Writes tensors as llama.cpp's converter; they get the dequantized numbers of the files, of
-    which the first has the header."""
+    """Writes tensors as llama.cpp's converter; they get the dequantized numbers of the file.
+    most: tensors of a file, if there are several"""
 
-    def __init__(self, paths: list[Path], arch: str, count: int, kinds: list[str]) -> None:
-        super().__init__(paths[0], arch)
-        self.files = [self, *(gguf.GGUFWriter(path, arch) for path in paths[1:])]
+    def __init__(self, path: Path, arch: str, count: int, kinds: list[str], most: int) -> None:
+        super().__init__(path, arch, split_max_tensors=most)
         known = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
         self.names = gguf.get_tensor_name_map(known, count)
         self.types = [gguf.GGMLQuantizationType[kind] for kind in kinds]
@@ -157,8 +153,7 @@ class Writer(gguf.GGUFWriter):
             shape = [-1, shape[-1]]
         elif weight.ndim == 3 and not is_matrix:
             shape = [-1]
-        self.files[self.count % len(self.files)].add_tensor(
-            self.own_name(place), stored.reshape(shape), raw_dtype=kind)
+        self.add_tensor(self.own_name(place), stored.reshape(shape), raw_dtype=kind)
 
     def put_all(self, place: str, weight: Tensor, config: Any) -> None:
         if ".altup_" in place:
@@ -203,11 +198,12 @@ def entries_of(config: Any, own: Entries) -> Entries:
 
 
 @torch.no_grad()
-def write(model: Any, paths: list[Path], arch: str, kinds: list[str], own: Entries,
-          tensors: Entries) -> None:
-    """own: entries of the file that not all families have; tensors: further ones"""
+def write(model: Any, path: Path, arch: str, kinds: list[str], own: Entries,
+          tensors: Entries, most: int = 0, edit: Any = None) -> None:
+    """own: entries of the file that not all families have; tensors: further ones; edit: changes
+    what is written"""
     config = model.config
-    writer = Writer(paths, arch, config.num_hidden_layers + 1, kinds)
+    writer = Writer(path, arch, config.num_hidden_layers + 1, kinds, most)
     add_entries(writer, config, entries_of(config, own))
     for place, numbers in tensors.items():
         writer.add_tensor(place, np.array(numbers, np.float32))
@@ -215,8 +211,9 @@ def write(model: Any, paths: list[Path], arch: str, kinds: list[str], own: Entri
         writer.put_all(place, weight, config)
     for entry, of_layers in writer.numbers.items():
         writer.add_array(entry, of_layers)
-    for each in writer.files:
-        close(each)
+    if edit:
+        edit(writer)
+    close(writer)
 
 
 @pytest.fixture
@@ -225,26 +222,19 @@ def make_gguf(make_model, tmp_path):
 
     Returns the path of the first, and transformers' model with the dequantized weights.
 
-    kinds: the types of its matrices, in turn; num_parts: in so many files
-    entries, tensors: further ones
+    kinds: the types of its matrices, in turn; entries, tensors: further ones
+    most, edit: see `write`
     """
 
-    def make(kinds: list[str], architecture: str = "Qwen3", num_parts: int = 1,
-             entries: Entries = EMPTY, tensors: Entries = EMPTY,
+    def make(kinds: list[str], architecture: str = "Qwen3", entries: Entries = EMPTY,
+             tensors: Entries = EMPTY, most: int = 0, edit: Any = None,
              **changes: Any) -> tuple[Path, transformers.PreTrainedModel]:
         _, model = make_model(architecture, **SIZES | changes)
-        paths = [tmp_path / f"model-{i + 1:05}-of-{num_parts:05}.gguf" for i in range(num_parts)]
-        if num_parts == 1:
-            paths = [tmp_path / "model.gguf"]
         arch = architecture.lower().replace("mistral", "llama")
-        write(model, paths, arch, kinds, dict(entries), tensors)
-        return paths[0], model
+        write(model, tmp_path / "model.gguf", arch, kinds, dict(entries), tensors, most, edit)
+        return min(tmp_path.glob("*.gguf")), model
 
     return make
-
-
-# made by llama.cpp's own tools: Q4_K and Q6_K, the bundled tokenizer, and a chat template
-REAL = ROOT / "tests" / "features" / "q3-q4_k_m.gguf"
 
 
 # of each: bits, inputs of a group, how scales are stored, lows, a zero for each group, a sign; what
@@ -260,7 +250,12 @@ PACKED: dict[str, tuple] = {
     "a row": (4, 512, "wide", False, False, True),
     "IQ4_NL": (4, 32, "half", False, False, False, gguf_numbers.IQ4),
     "IQ4_XS": (4, 32, "nested", False, False, False, gguf_numbers.IQ4),
-    "FP8": (8, 128, "wide", False, False, False, formulas.E4M3)}
+    "FP8": (8, 128, "wide", False, False, False, formulas.E4M3),
+    # powers of two; scales of 24 bits, with which each product with a number is rounded once
+    "MXFP4": (4, 32, "powers", False, False, False, formulas.MXFP4),
+    # other CPUs have no packed form of these
+    **{name: (4, 64, "float32", False, False, False, table)
+       for name, table in TABLES.items() if HAS_TABLES}}
 
 
 def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_lows: bool,
@@ -276,6 +271,10 @@ def draw(outputs: int, inputs: int, bits: int, group: int, storage: str, has_low
     def scales():
         if storage == "nested":
             return torch.randint(-128, 128, size, dtype=torch.int8)
+        if storage == "powers":
+            return torch.exp2(torch.randint(-7, 2, size)).to(torch.float8_e8m0fnu)
+        if storage == "float32":
+            return torch.rand(size)
         return (torch.randn(size) * 0.01).to(torch.half if storage == "half" else torch.bfloat16)
 
     above = [(torch.randn(outputs, inputs // 256) * 1e-4).half() for _ in range(1 + has_lows)]
@@ -363,11 +362,6 @@ def check_config(path: Path, model: Any, others: set[str], whole_rope: bool) -> 
             assert is_close or found[entry] == value, entry
 
 
-# ways to run the same requests
-SCHEDULES = [dict(), dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1),
-             dict(num_kv_blocks=5, max_model_len=96), dict(enable_prefix_caching=False)]
-
-
 def logprobs_of(model, **options) -> list:
     """Of all tokens of requests, of which two begin alike, in two calls."""
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=5)
@@ -382,19 +376,3 @@ def logprobs_of(model, **options) -> list:
 
 def num_bytes(model: torch.nn.Module) -> int:
     return sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
-
-
-# for whose code kernels are compiled, in a process of its own
-OTHER_CPUS = [("haswell", "+avx,+avx2,+fma"), pytest.param(
-    "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd",
-    marks=pytest.mark.skipif(not has("avx512f"), reason="this CPU has no AVX-512"))]
-
-
-def run_on_another_cpu(call: str, name: str, features: str, cache: Path) -> None:
-    """Calls a function, such as "test_x.function", with kernels for another CPU."""
-    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "NUMBA_CPU_NAME": name,
-                   "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
-    script = f"import {call.partition('.')[0]}; {call}(); print('equal')"
-    found = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert found.split() == ["equal"]

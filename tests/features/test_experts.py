@@ -93,16 +93,12 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, size):
     assert (together - right).norm() < 2 * torch.finfo(dtype).eps * right.norm()
 
 
-def test_without_kernels_they_are_those_of_transformers(tmp_path):
-    config = transformers.Qwen3MoeConfig(
-        **SIZES | dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-                       head_dim=16, vocab_size=64))
-    torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+def test_without_kernels_they_are_those_of_transformers(make_model):
+    folder, _ = make_model("Qwen3Moe", **SIZES | dict(num_hidden_layers=1, head_dim=16))
     found = []
     for kernels in (True, False):
-        with LLM(tmp_path, dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4,
-                 skip_tokenizer_init=True, kernels=kernels) as llm:
+        with LLM(folder, dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4,
+                 kernels=kernels) as llm:
             modules = [*llm.engine.runner.model.layers.modules()]
             assert any(isinstance(each, experts.Experts) for each in modules) == kernels
             params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -13,8 +13,8 @@ from nanoengine import LLM
 
 def check(folder, message: str, **options) -> None:
     """Checks the refusal of a folder, which begins with its name."""
-    with pytest.raises(ValueError, match=f"(?s)^{re.escape(f'model={str(folder)!r}')} .*{message}"):
-        LLM(str(folder), **options)
+    check_refused(f"(?s)^{re.escape(f'model={str(folder)!r}')} .*{message}",
+                  LLM, str(folder), **options)
 
 
 @pytest.mark.parametrize("name, message", [
@@ -63,8 +63,8 @@ def test_a_folder_without_a_config(tmp_path, names, message):
 def test_a_file_in_place_of_a_folder(tmp_path, bundled, name, content, message):
     (tmp_path / name).write_bytes(content)
     check(tmp_path / name, message)
-    with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / name}' {message}"):
-        LLM(bundled, tokenizer=str(tmp_path / name))
+    check_refused(f"^tokenizer='{tmp_path / name}' {message}",
+                  LLM, bundled, tokenizer=str(tmp_path / name))
 
 
 def test_an_adapter_beside_a_model_is_told(copy, caplog):

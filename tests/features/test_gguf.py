@@ -243,7 +243,7 @@ def make_file(tmp_path):
                      "blk.2.attn_norm.weight": [0.0] * 128}
         if own.get("attention.shared_kv_layers"):
             more["blk.3.attn_k.weight"] = [[0.0] * 128] * 64
-        write(model, [path := tmp_path / "model.gguf"], arch, kinds.split(), own | dict(changes),
+        write(model, path := tmp_path / "model.gguf", arch, kinds.split(), own | dict(changes),
               more)
         return path, model
     return made

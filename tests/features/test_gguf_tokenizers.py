@@ -105,9 +105,8 @@ def test_where_a_text_is_cut(path, pre, text, words):
 def test_an_unknown_way_to_cut_a_text(path, pre):
     """No text is cut in another way than the model has learned."""
     header = of_bytes(path, pre, CHATML)
-    with pytest.raises(ValueError, match="must be replaced by tokenizer=….*tokenizer.ggml.pre="
-                       f"{pre!r} is not accepted: it must be one of .'llama3'"):
-        read(header.find, path)
+    check_refused("must be replaced by tokenizer=….*tokenizer.ggml.pre="
+                  f"{pre!r} is not accepted: it must be one of .'llama3'", read, header.find, path)
 
 
 @pytest.mark.parametrize("tokens, eos, ends", [
@@ -207,8 +206,8 @@ def test_damaged_files_are_refused(path):
 @pytest.mark.parametrize("count", [-1, 2**31, "many"])
 def test_more_layers_than_a_file_can_have(path, count):
     kind = gguf.GGUFValueType.STRING if isinstance(count, str) else gguf.GGUFValueType.INT64
-    with pytest.raises(ValueError, match=f"block_count={count!r} is not accepted: it must be a nu"):
-        write(path, "gpt2", ["a"], [], key_value=("llama.block_count", count, kind))
+    check_refused(f"block_count={count!r} is not accepted: it must be a nu", write, path, "gpt2",
+                  ["a"], [], key_value=("llama.block_count", count, kind))
 
 
 def of_pieces(path: Path, tokens: list[str], kinds: list[int], arch: str, **entries: Any) -> Any:

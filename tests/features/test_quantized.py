@@ -4,7 +4,9 @@ them with these weights, and what is refused, each for its reason."""
 import copy
 import json
 import logging
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import check_refused, greedy_reference, slow, token_ids
+from conftest import ROOT, check_refused, greedy_reference, slow, token_ids
 from fake_gpu import FakeGpu
 from formats import (
     BFLOAT16, GREEDY, OPTIONS, PROMPTS, check_weights, expected, generated, in_words,
     make_quantized, packed_of)
 from quantizing import (
-    OTHER_CPUS, PACKED, REAL, SCALES, SCHEDULES, close, compare_products, draw, logprobs_of,
-    make_gguf, num_bytes, run_on_another_cpu)
+    PACKED, REAL, SCALES, SCHEDULES, close, compare_products, draw, logprobs_of, make_gguf,
+    num_bytes)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,11 +32,11 @@ from nanoengine.config import EngineConfig
 from nanoengine_extras.models import quantized
 from nanoengine_extras.models.sources import find_model
 from nanoengine_extras.running import strict as memory
-from nanoengine_extras.cpu import compiling
 from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.cpu.packed import PackedWeight
 from nanoengine_extras.cpu.packed.layout import padding
 from nanoengine_extras.cpu.packed.order import HAS_TABLES
+from nanoengine_extras.cpu.vectors import has
 from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.models.gguf import numbers as gguf_numbers
 from nanoengine_extras.models.quantized import formulas, loading
@@ -43,6 +45,15 @@ fixtures = make_gguf, make_quantized
 
 
 # ------------------------------------------------------------------------------------ GGUF
+
+def fuse_qkv(writer: gguf.GGUFWriter) -> None:
+    """As the option of llama.cpp's converter with this name: q, k and v are one tensor."""
+    (tensors,) = writer.tensors
+    for name in [each for each in tensors if "attn_q." in each]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        writer.add_tensor(name.replace("attn_q", "attn_qkv"),
+                          np.concatenate([each.tensor for each in parts]), raw_dtype=parts[0].dtype)
+
 
 MANY = ["Q8_0", "Q6_K", "Q4_1", "F16", "Q5_0"]
 
@@ -55,7 +66,13 @@ SLOW = {*gguf_numbers.SIZES} - {"Q4_0", "Q4_K", "Q6_K"}
     *((slow if kind in SLOW else pytest.param)([kind], "Qwen3", {}) for kind in gguf_header.TYPES),
     (MANY, "Llama", {}), (MANY, "Llama", dict(attention_bias=True, mlp_bias=True)),
     (MANY, "Llama", dict(head_dim=32)), (MANY, "Mistral", dict(sliding_window=None)),
-    (MANY, "Qwen2", {}), (MANY, "Qwen3", dict(tie_word_embeddings=True))])
+    (MANY, "Qwen2", {}), (MANY, "Qwen3", dict(tie_word_embeddings=True)),
+    # llama.cpp takes a list in place of a number
+    (["Q8_0"], "Llama", dict(entries={
+        "attention.head_count": [4, 4], "attention.head_count_kv": [2, 2],
+        "feed_forward_length": [512, 512]})),
+    (["Q8_0"], "Llama", dict(attention_bias=True, edit=fuse_qkv)),
+    (["Q8_0"], "Qwen2", dict(edit=fuse_qkv)), (["Q8_0"], "Qwen3", dict(edit=fuse_qkv))])
 def test_every_type_and_family_of_gguf(make_gguf, kinds, architecture, changes):
     """Types are mixed, also within projections that are fused; rows of q and k are reordered. A
     weight is its dequantized value in the model's dtype."""
@@ -67,20 +84,16 @@ def test_every_type_and_family_of_gguf(make_gguf, kinds, architecture, changes):
 
 
 def test_a_gguf_in_several_files(make_gguf):
-    path, model = make_gguf(["Q8_0"], num_parts=3)
-    assert generated(path) == expected(model)
-    # a folder with nothing else
-    assert generated(path.parent) == expected(model)
-    path.with_name(path.name.replace("00001", "00002", 1)).unlink()
-    check_refused("there is no file .*00002-of-00003.gguf: it must be", LLM, path)
-
-
-def test_a_gguf_with_a_name_in_capitals(make_gguf):
-    path, model = make_gguf(["Q8_0"], num_parts=2)
-    for each in path.parent.glob("*.gguf"):
-        each.rename(each.with_suffix(".GGUF"))
-    for given in (path.parent, path.with_suffix(".GGUF")):
-        assert generated(given) == expected(model)
+    """The first one is given, or a folder with nothing else; their names can be in capitals."""
+    path, model = make_gguf(["Q8_0"], most=8)
+    right = expected(model)
+    for end in (".gguf", ".GGUF"):
+        for each in path.parent.glob("*.gguf"):
+            each.rename(each.with_suffix(end))
+        for given in (path.with_suffix(end), path.parent):
+            assert generated(given) == right
+    path.with_name("model-00002-of-00004.GGUF").unlink()
+    check_refused("there is no file .*00002-of-00004.GGUF: it must be", LLM, given)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
@@ -175,47 +188,6 @@ def test_a_gguf_of_another_model(make_gguf, entry, value, message):
     check_refused(f"^model='{path}': the file's {message}", LLM, path)
 
 
-def test_a_number_for_each_layer(make_gguf):
-    """llama.cpp takes a list in its place."""
-    path, model = make_gguf(["Q8_0"], "Llama", entries={
-        "attention.head_count": [4, 4], "attention.head_count_kv": [2, 2],
-        "feed_forward_length": [512, 512]})
-    assert generated(path) == expected(model)
-
-
-def changed(path: Path) -> tuple[Path, gguf.GGUFWriter, dict[str, Any]]:
-    """A new file with the same entries, what writes it, and the tensors of the old file."""
-    reader = gguf.GGUFReader(path)
-    path = path.with_name("changed.gguf")
-    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.")):
-            writer.add_key_value(name, field.contents(), field.types[0])
-    return path, writer, {tensor.name: tensor for tensor in reader.tensors}
-
-
-def with_one_qkv(path: Path) -> Path:
-    """As the option --fuse-qkv of llama.cpp's converter: q, k and v are one tensor."""
-    fused, writer, tensors = changed(path)
-    for name, tensor in tensors.items():
-        if "attn_q." in name:
-            data = [tensors[name.replace("attn_q.", f"attn_{part}.")].data for part in "qkv"]
-            writer.add_tensor(name.replace("attn_q.", "attn_qkv."), np.concatenate(data),
-                              raw_dtype=tensor.tensor_type)
-        elif "attn_k." not in name and "attn_v." not in name:
-            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
-    close(writer)
-    return fused
-
-
-@pytest.mark.parametrize("architecture, changes", [
-    ("Llama", {"attention_bias": True}), ("Qwen2", {}), ("Qwen3", {})])
-def test_queries_keys_and_values_in_one_tensor(make_gguf, architecture, changes):
-    path, model = make_gguf(["Q8_0"], architecture, **changes)
-    with LLM(with_one_qkv(path), kernels=False, **OPTIONS) as llm:
-        check_weights(llm, model)
-
-
 @pytest.mark.parametrize("architecture, options, message", [
     ("llama", dict(endianess=gguf.GGUFEndian.BIG), "byte order='big' .* one of .'little'."),
     ("mamba", {}, "general.architecture='mamba' .*'llama', 'qwen2', 'qw.*; otherwise it must be "
@@ -235,12 +207,14 @@ def test_a_type_that_is_refused(make_gguf, kind):
 
 
 def test_a_file_that_is_no_gguf(tmp_path, bundled):
-    (tmp_path / "a.gguf").write_text("not a model")
-    for name in ("a.gguf", "b.gguf"):
-        check_refused(f"^model='{tmp_path / name}'", LLM, tmp_path / name)
-    with pytest.raises(ValueError, match=f"^tokenizer='{tmp_path / 'b.gguf'}'"):
-        LLM(bundled, tokenizer=str(tmp_path / "b.gguf"))
-    (tmp_path / "b.gguf").write_text("another")
+    whole = REAL.read_bytes()
+    path, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    for broken in (whole[:-5000], whole[:200], b"", b"GGUF" + b"\xff" * 99, b"not a model"):
+        path.write_bytes(broken)
+        check_refused(f"^model='{path}': .* not a GGUF file: download", LLM, path)
+    check_refused(f"^model='{other}'", LLM, other)
+    check_refused(f"^tokenizer='{other}'", LLM, bundled, tokenizer=str(other))
+    other.write_text("another")
     check_refused("several models: .* must be the path of one of a.gguf, b", LLM, tmp_path)
 
 
@@ -259,14 +233,6 @@ def test_the_folder_of_a_gguf_is_a_model():
     folder = find_model(REAL, EngineConfig(REAL), "model")
     assert find_model(folder, EngineConfig(folder), "model") == folder
     assert generated(folder) == generated(REAL)
-
-
-def test_a_truncated_gguf(make_gguf):
-    path, _ = make_gguf(["Q8_0"])
-    content = path.read_bytes()
-    for broken in (content[:-5000], content[:200], b"", b"GGUF" + b"\xff" * 99, b"not a model"):
-        path.write_bytes(broken)
-        check_refused(f"^model='{path}': .* not a GGUF file: download", LLM, path)
 
 
 def test_the_images_of_a_model_are_no_model(make_gguf):
@@ -359,25 +325,21 @@ def test_a_folder_with_a_gguf_and_a_config(make_gguf, bundled, tmp_path):
     assert not hasattr(config_of(folder), "quantization_config")
 
 
-def test_a_config_that_says_only_the_family(tmp_path):
-    """As in many folders of GGUF files: the rest is that of the file."""
+def test_a_folder_whose_config_says_only_the_family(tmp_path):
+    """As many folders of GGUF files: the rest is that of the file. The folder's template comes
+    before that of the file, whose tokenizer is written elsewhere: the folder stays as it is."""
     shutil.copy(REAL, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    found, right = (config_of(path).to_dict() for path in (tmp_path, REAL))
-    # where each was written
-    assert found.pop("_name_or_path") != right.pop("_name_or_path") and found == right
-
-
-def test_a_folder_stays_as_it_is(tmp_path):
-    """Its template comes before that of the file, whose tokenizer is written elsewhere."""
-    shutil.copy(REAL, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("of the folder")
     (tmp_path / "tensors.json").write_text("[]")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with LLM(tmp_path, **OPTIONS) as llm:
         assert llm.get_tokenizer().chat_template == "of the folder"
         assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        found, right = (each.to_dict() for each in (llm.model_config, config_of(REAL)))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    # where each was written
+    assert found.pop("_name_or_path") != right.pop("_name_or_path") and found == right
 
 
 def test_a_tokenizer_that_is_not_read(make_gguf, bundled):
@@ -455,15 +417,9 @@ def test_a_quantization_that_the_model_has_not(make_quantized):
     for name in ("awq", "awq_marlin"):
         assert generated(folder, quantization=name) == expected(model)
     assert generated(REAL, quantization="gguf") == generated(REAL)
-    for path, value, method in ((folder, "gptq_marlin", "awq"), (folder, "int8", "awq"),
-                                (REAL, "int4", "gguf")):
-        with pytest.raises(ValueError, match=f"quantization='{value}' .* None or '{method}', si"):
-            LLM(path, quantization=value, **OPTIONS)
-
-
-def test_random_weights_are_not_quantized(tiny):
-    check_refused("load_format='dummy' .* with quantization='int8'", LLM, tiny,
-                  quantization="int8", load_format="dummy")
+    for path, value, method in ((folder, "gptq_marlin", "awq"), (REAL, "int4", "gguf")):
+        check_refused(f"quantization='{value}' .* None or '{method}', since",
+                      LLM, path, quantization=value, **OPTIONS)
     check_refused("quantization_config=.* must be None with load_fo", LLM, REAL,
                   load_format="dummy")
 
@@ -492,31 +448,36 @@ def test_the_log_says_what_it_costs(tiny, caplog):
             f"files become {2 * count / 2**20:.1f} MiB of {dtype}"]
 
 
+@pytest.fixture
+def given(make_quantized, make_gguf, bundled):
+    """The path of a model, and the option with which its weights are quantized."""
+    def find(name: str) -> tuple[Any, dict[str, str]]:
+        if name in ("int8", "int4"):
+            return bundled, dict(quantization=name)
+        if name == "Q8_0":
+            return make_gguf([name], "Llama")[0], {}
+        return REAL if name == "Q4_K_M" else make_quantized(name)[0], {}
+
+    return find
+
+
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("name", ["awq", "gptq act-order", "gguf", "int4"])
-def test_several_ranks(make_quantized, make_gguf, tiny, name):
+@pytest.mark.parametrize("name", ["awq", "gptq act-order", "Q8_0", "int4"])
+def test_several_ranks(given, name):
     """Each takes its part of the dequantized weights."""
-    path, options = tiny, {}
-    if name == "gguf":
-        path, _ = make_gguf(["Q8_0"], "Llama")
-    elif name == "int4":
-        options = dict(quantization="int4")
-    else:
-        path, _ = make_quantized(name)
+    path, options = given(name)
     assert generated(path, tensor_parallel_size=2, **options) == generated(path, **options)
 
 
-@pytest.mark.parametrize("options", [{}, dict(cpu_offload_gb=1.0)])
-@pytest.mark.parametrize("name", ["awq", "gguf", "int8", "FP8"])
-def test_on_a_gpu(make_quantized, tiny, name, options):
+@pytest.mark.parametrize("name", ["awq", "Q4_K_M", "int8", "FP8"])
+def test_on_a_gpu(given, name):
     """The same weights, whether they stay on the GPU or on the host."""
-    path, asked = tiny, dict(quantization="int8")
-    if name != "int8":
-        path, asked = REAL if name == "gguf" else make_quantized(name)[0], {}
-    plain = generated(path, **asked)
-    with FakeGpu():
-        found = generated(path, device="cuda", attention_backend="gather", **asked, **options)
-    assert found == plain
+    path, options = given(name)
+    plain = generated(path, **options)
+    for more in ({}, dict(cpu_offload_gb=1.0)):
+        with FakeGpu():
+            assert generated(
+                path, device="cuda", attention_backend="gather", **options, **more) == plain
 
 
 # ------------------------------------------------------------- weights that stay packed, on a CPU
@@ -580,9 +541,17 @@ def products_of_another_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, features", OTHER_CPUS)
+@pytest.mark.parametrize("name, features", [
+    ("haswell", "+avx,+avx2,+fma"), pytest.param(
+        "skylake-avx512", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd",
+        marks=pytest.mark.skipif(not has("avx512f"), reason="this CPU has no AVX-512"))])
 def test_products_on_other_cpus(name, features, tmp_path):
-    run_on_another_cpu("test_quantized.products_of_another_cpu", name, features, tmp_path)
+    """With kernels that are compiled for another CPU, in a process of its own."""
+    folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "features")))
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_CPU_NAME": name,
+                   "PYTHONPATH": folders, "NUMBA_CPU_FEATURES": features}
+    script = "import test_quantized; test_quantized.products_of_another_cpu()"
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 @pytest.mark.parametrize("kind", gguf_numbers.SIZES)
@@ -602,19 +571,6 @@ def test_a_packed_weight_of_gguf(kind):
     for dtype in (torch.bfloat16, torch.float32):
         part = pack(found, dtype)
         assert torch.equal(part.rows(torch.arange(70)), wanted)
-
-
-def test_what_has_no_packed_form(make_quantized, caplog):
-    """It is dequantized, and a line says so, once."""
-    folder, _ = make_quantized("gptq act-order")
-    compiling.warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
-        assert not packed_of(llm)
-    assert [line for line in caplog.messages if "no act-order" in line] == [
-        "quantized weights of some matrices are dequantized when they are loaded, since kernels "
-        "support no act-order and no scales of more than 15 bits, and need AVX-512 for NF4, groups "
-        "of 16, 32, 64 or 128 inputs, or of multiples of these, and rows of at most 64 KiB in the "
-        "model's dtype"]
 
 
 def test_scales_of_many_bits_have_no_packed_form():
@@ -662,31 +618,24 @@ def test_mixed_parts_of_gguf(make_gguf, kinds):
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(model)
 
 
-@pytest.mark.parametrize(
-    "name", ["int4", slow("int8"), "Q4_K_M", "awq"])
-def test_a_whole_model_has_the_bits_of_the_dequantized_one(
-        bundled, make_quantized, monkeypatch, name):
+@pytest.mark.parametrize("name", ["int4", slow("int8"), "Q4_K_M", "awq"])
+def test_a_whole_model_has_the_bits_of_the_dequantized_one(given, monkeypatch, name):
     """However its requests are run."""
-    model, options = bundled, dict(quantization=name)
-    if name == "Q4_K_M":
-        model, options = REAL, {}
-    elif name == "awq":
-        model, options = make_quantized("awq")[0], {}
+    model, options = given(name)
     with monkeypatch.context() as patch:
         patch.setattr(quantized, "stays_packed", lambda runner: False)
         wanted = logprobs_of(model, **options)
     assert wanted[:5] == wanted[5:]
-    for schedule in SCHEDULES:
+    for schedule in [*SCHEDULES, dict(num_kv_blocks=5, max_model_len=96),
+                     dict(enable_prefix_caching=False)]:
         assert logprobs_of(model, **options, **schedule) == wanted, schedule
 
 
 @pytest.mark.parametrize("quantization, bits", [("int8", 8.5), ("int4", 4.5)])
 def test_the_memory_of_a_model(bundled, quantization, bits):
     """Packed numbers and scales, once for a head that is the embedding, too."""
-    with LLM(bundled, **BFLOAT16) as llm:
-        plain = llm.engine.runner.model
-        count = sum(linear.in_features * linear.out_features for linear in plain.modules()
-                    if isinstance(linear, torch.nn.Linear))
+    weights = load_file(Path(bundled) / "model.safetensors").values()
+    count = sum(each.numel() for each in weights if each.ndim == 2)
     with LLM(bundled, quantization=quantization, **BFLOAT16) as llm:
         model = llm.engine.runner.model
         assert model.embed_tokens.part_0 is model.lm_head.part_0
@@ -725,19 +674,18 @@ def test_packed_weights_have_to_fit_the_memory(bundled, monkeypatch, quantizatio
 
 def test_only_one_matrix_is_there_at_a_time(bundled, monkeypatch):
     """While it is loaded."""
-    sizes = []
-    pack = loading.pack
-    monkeypatch.setattr(loading, "pack", lambda *arguments: (
-        sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta)),
-        pack(*arguments))[1])
-    place = loading.place
+    sizes: list[int] = []
+    pack, pack_weights = loading.pack, loading.pack_weights
 
-    def remember(placed, device):
-        nonlocal model
-        model = placed
-        place(placed, device)
-    model: Any = None
-    monkeypatch.setattr(loading, "place", remember)
+    def watched(tensors, dtype, model):
+        def measured(*arguments):
+            sizes.append(sum(each.numel() for each in model.parameters() if not each.is_meta))
+            return pack(*arguments)
+
+        monkeypatch.setattr(loading, "pack", measured)
+        return pack_weights(tensors, dtype, model)
+
+    monkeypatch.setattr(loading, "pack_weights", watched)
     with LLM(bundled, quantization="int8", **OPTIONS) as llm:
         vectors = sum(each.numel() for each in llm.engine.runner.model.parameters()
                       if each.ndim == 1)

@@ -13,8 +13,9 @@ import torch
 from conftest import changed, check_refused, slow, token_ids
 from formats import (
     AUTO_ROUND, AWQ, BFLOAT16, EXPERTS, FORMATS, FP8, GPTQ, GREEDY, INT8, OPTIONS, PROMPTS, ROUNDED,
-    Parts, change, change_config, check_damages, check_packed, check_weights, compressed, expected,
-    experts_of, generated, in_fp4, in_fp8, in_gptq, in_int8, in_words, num_packed, opened, rounding)
+    SCHEDULES, Parts, change, change_config, check_damages, check_packed, check_weights, compressed,
+    expected, experts_of, generated, in_fp4, in_fp8, in_gptq, in_int8, in_words, num_packed, opened,
+    rounding)
 from formats import make_quantized as make_quantized
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,8 +34,12 @@ SLOW = ["awq symmetric", "awq uneven", "awq one group", "gptq uneven", "gptq v2 
         "MLX 2", "MLX 5", "MLX 6", "FP8 one scale", "FP8 static", "FP8 groups", "nf4 not nested",
         "ModelOpt", "ModelOpt FP8"]
 DOWN = "model.layers.1.mlp.down_proj."
-SCHEDULES: list[dict[str, Any]] = [
-    {}, dict(max_num_batched_tokens=8, scheduling="mixed"), dict(max_num_seqs=1)]
+# what a line says of formats that have no packed form
+NOT_PACKED = (
+    "quantized weights of some matrices are dequantized when they are loaded, since kernels "
+    "support no act-order and no scales of more than 15 bits, and need AVX-512 for NF4, groups "
+    "of 16, 32, 64 or 128 inputs, or of multiples of these, and rows of at most 64 KiB in the "
+    "model's dtype")
 
 
 # ------------------------------------------------------------------------------- every format
@@ -62,6 +67,7 @@ def test_weights_and_tokens(make_quantized, caplog, name):
     said = "are left out: activations and the KV cache stay in float32"
     assert (said in caplog.text) == bool(form.left_out)
     assert f"{form.left_out} of the model's quantization_config" in caplog.text or not form.left_out
+    assert caplog.messages.count(NOT_PACKED) == (not form.is_packed)
     # one product cannot combine FP8 and others
     assert ("dequantized" in caplog.text) == (name == "mixed" or not form.is_packed)
 
@@ -151,18 +157,12 @@ def one_less(part: Tensor) -> Tensor:
 FITTING = "down_proj"
 
 
+# `test_damaged_parts` has all other parts of a size that does not fit
 @pytest.mark.parametrize("options", [
     {}, dict(model_impl="transformers"), slow(dict(kernels=False))], ids=str)
 @pytest.mark.parametrize("name, end, value, message", [
     ("awq", "qweight", one_less, FITTING), ("awq", "scales", one_less, FITTING),
-    ("awq", "qzeros", one_less, FITTING), ("gptq 4", "qweight", one_less, FITTING),
-    ("gptq 4", "scales", one_less, FITTING), ("gptq 8", "scales", one_less, FITTING),
-    ("gptq 4", "qzeros", one_less, FITTING), ("w4a16", "weight_packed", one_less, FITTING),
-    ("w4a16", "weight_scale", one_less, FITTING),
-    ("w8a16 channel", "weight_scale", one_less, FITTING),
-    ("w4a16 zeros", "weight_scale", one_less, FITTING),
-    ("w4a16 zeros", "weight_zero_point", one_less, FITTING),
-    ("w4a16 act-order", "weight_g_idx", one_less, FITTING),
+    ("gptq 4", "qweight", one_less, FITTING), ("w4a16", "weight_packed", one_less, FITTING),
     ("awq", "qzeros", None, "down_proj.qzeros"),
     ("nf4", "weight.nested_absmax", None, "1.mlp.down_proj"),
     ("LLM.int8", "SCB", None, "down_proj.weight in .*SCB"),
@@ -203,71 +203,70 @@ def test_groups_of_another_size(make_quantized, name, size, message):
         entries = compressed(**size)
     change_config(folder, quantization_config=entries)
     for model_impl in ("native", "transformers"):
-        with pytest.raises(ValueError, match=f"scale.* in {folder}.*{message}"):
-            LLM(folder, model_impl=model_impl, **OPTIONS)
+        check_refused(f"scale.* in {folder}.*{message}",
+                      LLM, folder, model_impl=model_impl, **OPTIONS)
 
 
 # ------------------------------------------------------------------------------- whole models
 
 
-@pytest.mark.parametrize("name", ["gptq 4", "w4a16"])
-def test_the_default_device_has_no_effect(make_quantized, name):
-    """Neither where files say the shape of a weight, nor where a bias is looked at."""
-    folder, model = make_quantized(
-        name, renamed=lambda tensors: tensors | {DOWN + "bias": torch.zeros(256)})
+# GPTQModel's `dynamic` changes some modules: their bits and groups show in the files
+OF_8_BITS = dict(entries=GPTQ | dict(dynamic={"+:.*down.*": dict(bits=8, group_size=80)}),
+                 forms={f"{DOWN}weight": "gptq dynamic"})
+# modules_to_not_convert, dynamic: the names of tensors say which are quantized
+LEFT_OUT = dict(modules_to_not_convert=["1.mlp.down_proj"], dynamic={r"-:.*\.1\..*down_proj": {}})
+
+
+def is_not_left_out(name: str, weight: Tensor) -> bool:
+    return name.endswith("_proj.weight") and not name.startswith(DOWN)
+
+
+# MLX names modules that differ; False: not quantized. This config has it in both places
+DIFFERENT = dict(bits=4, group_size=32) | {
+    "model.layers.1.mlp.down_proj": dict(bits=8, group_size=64),
+    "lm_head": dict(bits=6, group_size=32), "model.embed_tokens": False}
+
+
+@pytest.mark.parametrize("name, options, more", [
+    ("gptq 4", OF_8_BITS, {}),
+    *((name, dict(entries=FORMATS[name].entries | LEFT_OUT, is_chosen=is_not_left_out), {})
+      for name in ("awq", "gptq 4")),
+    ("MLX 4", dict(
+        entries=DIFFERENT, forms={f"{DOWN}weight": "MLX 8", "lm_head.weight": "MLX 6"},
+        is_chosen=lambda name, weight: weight.ndim == 2 and "embed" not in name),
+     dict(quantization=DIFFERENT)),
+    # compressed-tensors begins with -1 for all inputs: their groups are neighbours
+    ("w4a16", dict(renamed=lambda tensors: tensors | {
+        name.replace("packed", "g_idx"): torch.full((256,), -1)
+        for name in tensors if name.endswith("weight_packed")}), {}),
+    # MLX has the channels of a convolution last
+    ("MLX 4", dict(
+        source="gemma3 images", is_chosen=lambda name, weight: (
+            weight.ndim == 2 and "language" in name),
+        renamed=lambda tensors: {name: each.movedim(1, -1) if each.ndim == 4 else each
+                                 for name, each in tensors.items()}), {}),
+    # AutoGPTQ writes biases of zeros for all linears
+    *((name, dict(renamed=lambda tensors: tensors | {
+        f"model.layers.1.{module}.bias": torch.zeros(256).half()
+        for module in ("self_attn.q_proj", "mlp.down_proj")}), {})
+      for name in ("gptq 4", "w4a16"))])
+def test_models_that_differ(make_quantized, folder_of, name, options, more):
+    """With any default device: it is neither that of shapes in files, nor of biases."""
+    if "source" in options:
+        options = options | dict(source=folder_of(options["source"]))
+    folder, model = make_quantized(name, **options)
+    change_config(folder, **more)
     right = expected(model)
     with torch.device("meta"):
         assert generated(folder) == right
-
-
-def test_modules_of_other_bits(make_quantized):
-    """GPTQModel's `dynamic` changes some modules: their bits and groups show in the files."""
-    entries = GPTQ | dict(dynamic={"+:.*down.*": dict(bits=8, group_size=80)})
-    folder, model = make_quantized("gptq 4", entries=entries, forms={
-        f"{DOWN}weight": "gptq dynamic"})
-    assert generated(folder) == generated(folder, kernels=False) == expected(model)
-
-
-def test_modules_that_differ(make_quantized):
-    """MLX names them; False: not quantized."""
-    entries = dict(bits=4, group_size=32) | {
-        "model.layers.1.mlp.down_proj": dict(bits=8, group_size=64),
-        "lm_head": dict(bits=6, group_size=32), "model.embed_tokens": False}
-    folder, model = make_quantized(
-        "MLX 4", entries=entries, forms={f"{DOWN}weight": "MLX 8", "lm_head.weight": "MLX 6"},
-        is_chosen=lambda name, weight: weight.ndim == 2 and "embed" not in name)
-    # it has both
-    change_config(folder, quantization=entries)
-    assert generated(folder) == expected(model)
-
-
-@pytest.mark.parametrize("name", ["awq", "gptq 4"])
-def test_weights_that_are_not_quantized_after_all(make_quantized, name):
-    """modules_to_not_convert, dynamic: the names of tensors say which are quantized."""
-    entries = FORMATS[name].entries | dict(
-        modules_to_not_convert=["1.mlp.down_proj"], dynamic={r"-:.*\.1\..*down_proj": {}})
-    folder, model = make_quantized(name, entries=entries, is_chosen=lambda name, weight: (
-        name.endswith("_proj.weight") and not name.startswith(DOWN)))
-    assert generated(folder) == expected(model)
-
-
-def test_an_order_that_was_not_filled(make_quantized):
-    """compressed-tensors begins with -1 for all inputs: their groups are neighbours."""
-    folder, model = make_quantized("w4a16", renamed=lambda tensors: tensors | {
-        name.replace("packed", "g_idx"): torch.full((256,), -1)
-        for name in tensors if name.endswith("weight_packed")})
-    assert generated(folder) == expected(model)
+    assert generated(folder, kernels=False) == right
 
 
 def test_biases_of_a_model_without_biases(make_quantized):
-    """AutoGPTQ writes zeros for all linears; other numbers would change what is computed."""
-    name = "model.layers.1.self_attn.q_proj.bias"
-    for value in (torch.zeros(256), torch.ones(256)):
-        folder, model = make_quantized("gptq 4", attention_bias=False, renamed=lambda tensors: (
-            tensors | {name: value.half()}))  # noqa: B023
-        if not value.any():
-            assert generated(folder) == expected(model)
-    check_refused(name.removeprefix("model."), LLM, folder, **OPTIONS)
+    """Other numbers than zeros would change what is computed."""
+    folder, _ = make_quantized("gptq 4", renamed=lambda tensors: (
+        tensors | {DOWN + "bias": torch.ones(256).half()}))
+    check_refused("layers.1.mlp.down_proj.bias", LLM, folder, **OPTIONS)
 
 
 def test_blocks_that_go_on_in_the_next_row(make_quantized, caplog):
@@ -283,16 +282,6 @@ def test_one_matrix_is_head_and_embedding(make_quantized):
     folder, model = make_quantized("MLX 4", tie_word_embeddings=True)
     with LLM(folder, **BFLOAT16) as llm:
         assert llm.engine.runner.model.lm_head.is_quantized and num_packed(llm) == 15
-    assert generated(folder) == expected(model)
-
-
-def test_a_model_for_images(make_quantized, folder_of):
-    """MLX has the channels of a convolution last."""
-    folder, model = make_quantized(
-        "MLX 4", source=folder_of("gemma3 images"),
-        is_chosen=lambda name, weight: weight.ndim == 2 and "language" in name,
-        renamed=lambda tensors: {name: each.movedim(1, -1) if each.ndim == 4 else each
-                                 for name, each in tensors.items()})
     assert generated(folder) == expected(model)
 
 
@@ -393,18 +382,8 @@ def odd_weights() -> Iterator[Odd]:
     pytest.param(*each, id=each[0]) for each in odd_weights()])
 def test_odd_weights(tmp_path, name, entries, parts, wanted):
     assert torch.equal(opened(tmp_path, entries, parts).read(), wanted)
-
-
-@pytest.mark.parametrize("exponents", [
-    torch.tensor([[127, 128]], dtype=torch.uint8),
-    torch.tensor([[1.0, 2.0]]).to(torch.float8_e8m0fnu)], ids=str)
-def test_damaged_exponents(tmp_path, exponents):
-    entries = FP8 | dict(weight_block_size=[64, 32])
-    parts = dict(weight=torch.ones(64, 64).to(torch.float8_e4m3fn), weight_scale_inv=exponents)
-    check_damages(tmp_path, entries, parts, ["weight_scale_inv"])
-    # no number
-    parts["weight_scale_inv"] = torch.tensor([[127, 255]], dtype=torch.uint8)
-    check_refused("inf or nan", lambda: opened(tmp_path, entries, parts).read())
+    if "exponents" in name:
+        check_damages(tmp_path, entries, parts, ["weight_scale_inv"])
 
 
 @pytest.mark.parametrize("make", [
@@ -446,6 +425,8 @@ OF_MLX = dict(weight=torch.ones(64, 16).int(), scales=torch.ones(64, 4), biases=
     *((ONE_SCALE, dict(weight=torch.ones(8, 16).to(dtype), weight_scale=torch.ones(1)),
        f"dtype of a weight with scales={dtype} .* must be one of .torch.float8_e4m3fn")
       for dtype in (torch.bfloat16, torch.float8_e5m2)),
+    (FP8, dict(weight=torch.ones(32, 64).to(torch.float8_e4m3fn), weight_scale_inv=torch.tensor(
+        [[127, 255]], dtype=torch.uint8)), "inf or nan"),
     # zeros of experts in one tensor, and of numbers in floating point
     *((ONE_SCALE, dict(weight=weight, weight_scale=scale, weight_zero_point=torch.ones(
         scale.shape).to(torch.int8)), "zeros=.* it must be a matrix in torch.int8 or")
@@ -634,6 +615,8 @@ def test_entries_that_are_accepted(entries, left_out):
     (dict(quant_method="mxfp4"), {}, "'mxfp4'.* None, since none of its weights is quantized"),
     *((None, dict(quantization=value), f"quantization='{value}' .* since the model is not quanti")
       for value in ("awq", "gptq", "gguf")),
+    (None, dict(quantization="int8", load_format="dummy"),
+     "load_format='dummy' .* with quantization='int8'"),
     (None, dict(quantization="int3"), "='int3' is not accepted: it must be 'int8', 'int4' or None"),
     (None, dict(quantization="INT8"), "'INT8'"), (None, dict(quantization=""), "quantization=''")])
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
@@ -641,10 +624,3 @@ def test_a_model_of_which_nothing_is_quantized(tiny, tmp_path, entries, options,
                                                model_impl):
     folder = changed(tiny, tmp_path, quantization_config=entries)
     check_refused(message, LLM, folder, model_impl=model_impl, **OPTIONS, **options)
-
-
-def test_a_config_of_an_old_release_of_mlx(tiny, tmp_path):
-    """It has only one of the two entries."""
-    folder = changed(tiny, tmp_path, quantization=dict(bits=4, group_size=64))
-    message = 'in a place that is not read .*it must be completed: .*"gptq", "awq" or "mlx"'
-    check_refused(message, LLM, folder, **OPTIONS)

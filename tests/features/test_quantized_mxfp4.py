@@ -2,19 +2,21 @@
 expert, as llm-compressor does. transformers' own function dequantizes the weights of the model to
 compare with. test_gguf.py has the files of llama.cpp's converter."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import check_refused, greedy_reference
-from formats import GREEDY, OPTIONS, PROMPTS, change, change_config, compressed, generated, save
+from conftest import check_refused, token_ids
+from formats import (
+    GREEDY, OPTIONS, PROMPTS, change, change_config, compressed, expected, experts_of, generated,
+    save)
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoengine import LLM
-from nanoengine_extras.models.experts import Experts
 from nanoengine_extras.cpu.packed import QuantizedLinear
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2,
@@ -63,20 +65,17 @@ def write_safetensors(folder: Path, model: Any, numbers: Numbers) -> Path:
 def write_linears(folder: Path, model: Any, numbers: Numbers) -> Path:
     """Each expert has its own matrices and biases, with gates and ups apart."""
     tensors = {}
-    ends = {"_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+    ends = {"bias": "bias", "blocks": "weight_packed", "scales": "weight_scale"}
     for name, each in tensors_of(model, numbers).items():
-        if "mlp.experts." not in name:
+        found = re.fullmatch(r"(.*experts)\.(\w+)_proj_(\w+)", name)
+        if not found:
             tensors[name] = each
             continue
-        module, own = name.split("experts.")
-        end = next(end for end in ends if own.endswith(end))
-        parts = {"down_proj": slice(None)}
-        if "gate_up" in own:
-            parts = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
-        for part, rows in parts.items():
-            for number, matrix in enumerate(each[:, rows]):
-                tensors[f"{module}experts.{number}.{part}.{ends[end]}"] = (
-                    matrix.flatten(1) if end == "_blocks" else matrix)
+        module, kinds, end = found[1], found[2].split("_"), found[3]
+        for place, kind in enumerate(kinds):
+            for number, matrix in enumerate(each[:, place::len(kinds)]):
+                tensors[f"{module}.{number}.{kind}_proj.{ends[end]}"] = (
+                    matrix.flatten(1) if end == "blocks" else matrix)
     model.config.save_pretrained(folder)
     change_config(folder, architectures=["GptOssForCausalLM"], quantization_config=compressed(
         4, "mxfp4-pack-quantized", "float", group_size=32))
@@ -91,31 +90,24 @@ def drawn():
     return draw()
 
 
-@pytest.fixture
-def expected(drawn):
-    return [greedy_reference(drawn[0], prompt, 12) for prompt in PROMPTS]
-
-
 @pytest.mark.parametrize("form", WRITERS)
-def test_tokens_are_those_of_the_model(tmp_path, drawn, expected, form):
+def test_tokens_are_those_of_the_model(tmp_path, drawn, form):
     """In a batch, without kernels, and in chunks; the numbers stay packed."""
     path = WRITERS[form](tmp_path, *drawn)
-    assert generated(path, max_num_batched_tokens=24, max_num_seqs=2) == expected
-    assert generated(path, kernels=False) == expected
+    right = expected(drawn[0])
+    assert generated(path, max_num_batched_tokens=24, max_num_seqs=2) == right
+    assert generated(path, kernels=False) == right
+    experts = [layer.mlp.experts for layer in drawn[0].model.layers]
     with LLM(path, **OPTIONS) as llm:
-        layers = [each for each in llm.engine.runner.model.layers.modules()
-                  if isinstance(each, Experts)]
-        assert len(layers) == 2
-        for layer, own in zip(layers, drawn[0].model.layers):
-            for number, expert in enumerate(layer.experts):
-                for linear, name in ((expert.gate_up_proj, "gate_up_proj"),
-                                     (expert.down_proj, "down_proj")):
-                    assert isinstance(linear, QuantizedLinear) and linear.is_quantized
-                    wanted = getattr(own.mlp.experts, name)[number].T
-                    assert torch.equal(linear.weight, wanted)
-        outputs = [llm.generate([each], GREEDY, use_tqdm=False)[0] for each in PROMPTS]
-        assert [output.outputs[0].token_ids for output in outputs] == expected
-        assert all(layer.calls is not None for layer in layers)
+        linears, calls = experts_of(llm)
+        wanted = [matrix[number].T for each in experts for number in range(4)
+                  for matrix in (each.gate_up_proj, each.down_proj)]
+        for linear, weight in zip(linears, wanted, strict=True):
+            assert isinstance(linear, QuantizedLinear) and linear.is_quantized
+            assert torch.equal(linear.weight, weight)
+        assert [token_ids(llm.generate([each], GREEDY, use_tqdm=False))[0]
+                for each in PROMPTS] == right
+        assert len(calls) == 2 and None not in calls
 
 
 OTHER_PART = "down_proj_{} in .*is not accepted: it must be "
