@@ -36,7 +36,7 @@ SOURCE = r"""
 #include <string.h>
 #include <xmmintrin.h>
 
-struct tile { int lines, bytes; uint8_t data[16][64]; };
+struct tile { int lines, bytes; union { uint8_t data[16][64]; float numbers[16][16]; }; };
 static __thread struct tile tiles[8];
 static __thread int is_configured;
 static long num_products;
@@ -52,8 +52,8 @@ void ldtilecfg(const uint8_t *sizes) {
     for (int i = 0; i < 8; i++) {
         tiles[i].bytes = sizes[16 + 2 * i] + 256 * sizes[17 + 2 * i];
         tiles[i].lines = sizes[48 + i];
-        check(tiles[i].bytes <= 64 && tiles[i].lines <= 16, "size");
-        check(tiles[i].bytes && tiles[i].lines, "a tile without lines");
+        check(tiles[i].bytes && tiles[i].bytes <= 64, "bytes");
+        check(tiles[i].lines && tiles[i].lines <= 16, "lines");
         memset(tiles[i].data, 0, sizeof tiles[i].data);
     }
     is_configured = 1;
@@ -75,11 +75,8 @@ void tilestored64(int8_t number, uint8_t *at, int64_t stride) {
 }
 
 static float half(const uint8_t *word, int which) {
-    uint32_t bits = 0;
-    memcpy((uint8_t *)&bits + 2, word + 2 * which, 2);
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
+    union { uint8_t bytes[4]; float number; } both = {{0, 0, word[2 * which], word[2 * which + 1]}};
+    return both.number;
 }
 
 void tdpbf16ps(int8_t sums_number, int8_t left_number, int8_t right_number) {
@@ -99,12 +96,7 @@ void tdpbf16ps(int8_t sums_number, int8_t left_number, int8_t right_number) {
                 first[n] = fmaf(half(a, 0), half(b, 0), first[n]);
                 second[n] = fmaf(half(a, 1), half(b, 1), second[n]);
             }
-        for (int n = 0; n < sums->bytes / 4; n++) {
-            float sum;
-            memcpy(&sum, sums->data[m] + 4 * n, 4);
-            sum += first[n] + second[n];
-            memcpy(sums->data[m] + 4 * n, &sum, 4);
-        }
+        for (int n = 0; n < sums->bytes / 4; n++) sums->numbers[m][n] += first[n] + second[n];
     }
     _mm_setcsr(before);
 }

@@ -318,8 +318,8 @@ def test_norms(norm, is_known):
 
 
 @pytest.mark.parametrize("norms", [
-    (nn.LayerNorm(32), nn.LayerNorm(32)), (nn.RMSNorm(32, 1e-6), nn.RMSNorm(32, 1e-5)),
-    (nn.RMSNorm(32, 1e-6), nn.Identity()), (Centered(32, 1e-6), Centered(32, 1e-6)),
+    (nn.LayerNorm(16), nn.LayerNorm(16)), (nn.RMSNorm(16, 1e-6), nn.RMSNorm(16, 1e-5)),
+    (nn.RMSNorm(16, 1e-6), nn.Identity()), (Centered(16, 1e-6), Centered(16, 1e-6)),
     # of all heads together
     (nn.RMSNorm(64, 1e-6), nn.RMSNorm(32, 1e-6)), (nn.RMSNorm(64, 1e-6), nn.RMSNorm(64, 1e-6))])
 def test_attention_with_other_norms_of_heads_is_not_known(norms):

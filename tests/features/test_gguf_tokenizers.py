@@ -12,6 +12,7 @@ import gguf
 import pytest
 import transformers
 from conftest import check_refused
+from quantizing import close
 from tokenizers import pre_tokenizers
 
 from nanoengine_extras.models.gguf.header import Header
@@ -37,9 +38,7 @@ def write(path: Path, model: str, tokens: list[str], kinds: list[int], arch: str
     for name, value in entries.items():
         if value is not None:
             getattr(writer, f"add_{name}")(*value if isinstance(value, tuple) else [value])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    close(writer)
     return Header([path])
 
 

@@ -2,7 +2,6 @@
 them with these weights, and what is refused, each for its reason."""
 
 import copy
-import json
 import logging
 import os
 import shutil
@@ -308,11 +307,9 @@ def test_a_folder_with_a_gguf_and_a_config(make_gguf, bundled, tmp_path):
     """Its config.json, tokenizer and generation_config.json count, its safetensors first."""
     path, model = make_gguf(["Q8_0"], vocab_size=867)
     folder = tmp_path / "folder"
-    folder.mkdir()
-    path.rename(folder / path.name)
+    model.config.max_position_embeddings = 123
     model.config.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 123}
-    (folder / "config.json").write_text(json.dumps(config))
+    path.rename(folder / path.name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(bundled) / name, folder)
     (folder / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": 9}')

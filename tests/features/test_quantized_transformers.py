@@ -4,7 +4,6 @@ dequantized weights, which modules have packed weights, and what is dequantized 
 import functools
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import schedules
 import torch
 import transformers
-from conftest import check_refused, slow
+from conftest import check_refused, in_thread, slow
 from formats import (
     FORMATS, REAL, change, check_packed, compare, modules_of, num_packed, packed_of, with_weights)
 from safetensors.torch import load_file
@@ -360,17 +359,10 @@ def test_rows_of_another_dtype_than_that_of_a_packed_weight():
 
 def test_a_load_that_fails_leaves_the_number_of_threads():
     """Threads that begin later would otherwise compute alone."""
-    def in_a_new_thread() -> int:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(torch.get_num_threads).result()
-
-    def fail(job):
-        raise ValueError("damaged")
-
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        check_refused("damaged", transformers_linears.in_threads, fail, [1])
-        assert in_a_new_thread() == torch.get_num_threads() == 2
+        check_refused("damaged", transformers_linears.in_threads, int, ["damaged"])
+        assert in_thread(torch.get_num_threads) == torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -86,23 +86,27 @@ def test_soft_caps_and_sinks_are_those_of_the_kernel_only_if_they_mean_the_same(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gemma2", "gpt_oss", "dbrx", "deepseek_v3"])
-def test_bfloat16_is_checked_in_float32(folder_of, name, monkeypatch):
+def test_bfloat16_is_checked_in_float32(folder_of, name, monkeypatch, caplog):
     errors = []
     compared = check.compare
 
     def spy(runner, model, ids, wanted, backend, dtype, most, *has_experts):
         assert wanted.dtype == torch.float32
         errors.append((dtype, most))
-        compared(runner, model, ids, wanted, backend, dtype, most, *has_experts)
+        return compared(runner, model, ids, wanted, backend, dtype, most, *has_experts)
 
     monkeypatch.setattr(check, "compare", spy)
     # each shape of heads is a kernel to compile
     backend = "gather" if name == "deepseek_v3" else "auto"
+    caplog.set_level(logging.INFO)
     with make_llm(folder_of(name), dtype="bfloat16", attention_backend=backend) as llm:
         assert errors == [(torch.float32, 1e-3), (torch.bfloat16, 0.5)]
         weights = {each.dtype for each in llm.engine.runner.model.embed_tokens.parameters()}
         assert weights == {torch.bfloat16}
         assert len(tokens(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False))[0][0]) == 24
+    # latent attention runs uncompressed: 3 layers of 4 heads of 24 numbers, for K and for V
+    is_latent = name == "deepseek_v3"
+    assert (f"a token takes {3 * 2 * 4 * 24 * 2} bytes" in caplog.text) == is_latent
 
 
 PROMPTS = schedules.PROMPTS
@@ -327,29 +331,25 @@ def test_own_families_stay_native(tiny):
     check_refused("model_impl='vllm' is not accepted", LLM, tiny, model_impl="vllm")
 
 
-def test_auto_takes_an_architecture_that_is_not_native(folder_of):
-    with make_llm(folder_of("gpt2"), model_impl="auto") as llm:
-        assert not isinstance(llm.engine.runner.model, Decoder)
-    check_refused("is not computed by the engine itself .* model_impl='tr", make_llm,
-                  folder_of("gpt2"), model_impl="native")
-
-
 @pytest.mark.parametrize("name, entries", [
     *((name, dict(architectures=[architecture])) for name, architecture in (
         ("exaone", "LlamaForCausalLM"), ("exaone", "ExaoneForCausalLM"),
         ("phimoe", "PhiMoEForCausalLM"), ("ernie4_5", "Ernie4_5_ForCausalLM"))),
+    ("gpt2", {}),
+    # code on the hub, which transformers does not need
+    ("phi3", dict(auto_map={"AutoConfig": "configuration.Other", "AutoModelForCausalLM": "m.O"})),
     ("mistral", dict(sliding_window=3, layer_types=[SLIDING, FULL, SLIDING]))])
-def test_families_whose_class_has_another_name(folder_of, tmp_path, name, entries):
-    """transformers knows them by their model_type. What it saves names its own class, as Llama. The
-    class in the config of a Ministral, Mistral's, has one window for all layers."""
+def test_auto_takes_what_is_not_native(folder_of, tmp_path, name, entries):
+    """transformers knows a family by its model_type. What it saves names its own class, as Llama.
+    The class in the config of a Ministral, Mistral's, has one window for all layers."""
     folder = changed(folder_of(name), tmp_path, **entries)
     with make_llm(folder, model_impl="auto", attention_backend="gather") as llm:
         assert are_right(llm, folder)
     if name == "mistral":
         assert type(compare.load_reference(folder)).__name__ == "MinistralForCausalLM"
     else:
-        check_refused("model_impl='tr|model_type='exaone' is not accepted", make_llm, folder,
-                      model_impl="native")
+        check_refused("is not computed by the engine itself .* model_impl='tr|"
+                      "model_type='exaone' is not accepted", make_llm, folder, model_impl="native")
 
 
 @pytest.mark.parametrize("entries, named", [
@@ -403,13 +403,6 @@ def test_llama_4_with_images_is_refused_for_the_same(folder_of, tmp_path):
         text_config=text, vision_config=vision, architectures=["Llama4ForConditionalGeneration"])
     config.save_pretrained(tmp_path)
     check_refused("since it counts positions by itself", make_llm, tmp_path, load_format="dummy")
-
-
-def test_code_of_a_model_is_not_run_where_transformers_has_its_own(folder_of, tmp_path):
-    """Phi-3's config.json names code on the hub, which transformers does not need."""
-    entries = {"auto_map": {"AutoConfig": "configuration.Other", "AutoModelForCausalLM": "m.O"}}
-    folder = changed(folder_of("phi3"), tmp_path, **entries)
-    assert compare.compare(folder) == ("right", "")
 
 
 def test_a_different_expert_in_bfloat16_is_no_fault(make_model):
@@ -711,13 +704,6 @@ IMAGES = torch.zeros(1, 19, dtype=torch.int64)
     (lambda b, h, q, k: (k <= q) | (IMAGES[b, q] == IMAGES[b, k]), (None, False))])
 def test_windows_are_found_by_what_a_mask_says(mask, found):
     assert check.window_of(mask, 100) == found
-
-
-def test_how_much_a_token_takes_is_said(folder_of, caplog):
-    """Latent attention runs uncompressed: 3 layers of 4 heads of 24 numbers, for K and for V."""
-    with caplog.at_level(logging.INFO), make_llm(
-            folder_of("deepseek_v3"), attention_backend="gather"):
-        assert f"a token takes {3 * 2 * 4 * 24 * 4} bytes" in caplog.text
 
 
 @pytest.mark.parametrize("size", [16, 100, 1024, 5000])
