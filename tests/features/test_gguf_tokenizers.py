@@ -132,10 +132,8 @@ def test_tokens_that_end_a_text(path, tokens, eos, ends):
 
 
 def test_a_list_of_tokens_that_end_a_text(path):
-    header = of_bytes(path, "qwen2", ["a", "b", "c", "d"], eos_token_id=0)
-    entries = {"tokenizer.ggml.eos_token_ids": [1, 99999], "tokenizer.ggml.eot_token_id": 3}
-    find = header.find
-    header.find = lambda name, default=None: entries.get(name, find(name, default))
+    header = of_bytes(path, "qwen2", ["a", "b", "c", "d"], eos_token_id=0, eot_token_id=3,
+                      array=("tokenizer.ggml.eos_token_ids", [1, 99999]))
     assert header.eos() == [0, 3, 1]
 
 
