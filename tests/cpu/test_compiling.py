@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,11 +135,26 @@ def test_a_cache_that_cannot_be_used_is_named_in_a_warning(cache, monkeypatch, c
     assert all(folder in message and "compiled anew" in message for message in messages)
 
 
-def test_kernels_are_compiled_once():
-    assert is_compiled_once("""
+def test_kernels_are_compiled_once_and_none_when_a_model_computes():
+    """But when it is made fast, and gets its cache. A second process finds them on disk."""
+    tests = str(Path(__file__).parents[1])
+    assert is_compiled_once(f"""
+import sys
+sys.path.append({tests!r})
 import torch
-from nanoengine_extras.cpu import attention, compiling, products
+from numba.core.event import install_recorder
+from cpu.reference import make_step
+from cpu.test_modules import HEAD_DIM, HIDDEN, give_caches, make_layer
+from nanoengine_extras.cpu import attention, compiling, empty_cache, optimize, products
 from nanoengine_extras.cpu.packed import kernel, order
+
+model, step = make_layer(torch.bfloat16), make_step([1, 9], [0, 0], 16)
+optimize(model)
+give_caches(model, step, torch.bfloat16, empty_cache)
+x = torch.randn(10, HIDDEN).bfloat16()
+with install_recorder("numba:compile") as compiled:
+    model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))
+assert not compiled.buffer
 products.product(torch.float32)
 attention.make_kernel(16, 1, 16, torch.float32)
 compiling.run_together()
@@ -179,7 +195,7 @@ def multiply(before="", **variables):
         ("OMP_NUM_THREADS", "64"), ("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0"),
         ("OMP_DYNAMIC", "true"), ("GOMP_CPU_AFFINITY", "0"), ("OMP_STACKSIZE", "4M"),
         ("NUMBA_CACHE_DIR", "/proc/none")))], ids=str)
-def test_a_setting_with_which_kernels_cannot_run_is_named(variables, printed):
+def test_a_setting_with_which_kernels_cannot_run_is_named_and_no_other(variables, printed):
     assert re.search(printed, multiply(**variables))
 
 

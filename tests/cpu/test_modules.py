@@ -1,7 +1,6 @@
 """`optimize`: modules of a decoder become fast in place, and compute what they did."""
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -291,27 +290,3 @@ for limit in (1, 2, 1):
 def test_kernels_run_on_as_many_threads_as_pytorch_s_operators():
     done = run_in_fork(LIMITS)
     assert done.stdout == "1 1\n2 2\n1 1\n", done.stderr
-
-
-def test_kernels_are_compiled_when_the_model_is_made_fast_and_gets_its_cache():
-    """None when it computes, and none at all in a second process: all are kept on disk."""
-    script = f"""
-import sys
-sys.path.append({str(Path(__file__).parents[1])!r})
-import torch
-from numba.core.event import install_recorder
-from cpu.reference import make_step
-from cpu.test_modules import HEAD_DIM, HIDDEN, give_caches, make_layer
-from nanoengine_extras.cpu import empty_cache, optimize
-
-with install_recorder("numba:compile") as seen:
-    model, step = make_layer(torch.bfloat16), make_step([1, 9], [0, 0], 16)
-    optimize(model)
-    give_caches(model, step, torch.bfloat16, empty_cache)
-    at_start = len(seen.buffer)
-    x = torch.randn(10, HIDDEN).bfloat16()
-    model(x, torch.rand(2, 10, HEAD_DIM // 2), step, torch.tensor([0, 9]))
-    print(at_start, len(seen.buffer) - at_start)"""
-    first, second = (run_in_fork(script) for _ in range(2))
-    assert first.stdout.split()[1:] == ["0"], first.stderr
-    assert second.stdout.split() == ["0", "0"], second.stderr

@@ -25,8 +25,11 @@ PATHS = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parents[1]}"
 # tests below have shapes of these, or of the small models: with a soft cap, the shape of Gemma 2.
 SHAPES = [(2, 1, 16, 16, None, F32), (2, 2, 32, 16, None, F32), (2, 2, 32, 16, None, BF16),
           (1, 2, 64, 32, 7, BF16), (2, 4, 80, 5, None, BF16)]
+CAP, SINKS = dict(soft_cap=5.0), dict(sinks=torch.tensor([3.0, -2.0, 0.5, -4.0]))
+WITH_OPTIONS = [(2, 2, 16, 16, window, dtype, options) for window in (None, 40)
+                for dtype, options in ((BF16, CAP), (BF16, SINKS), (F32, CAP | SINKS))]
 # shapes that no test of a small model has
-RARE = [slow(*shape) for shape in (
+RARE = [slow(*shape, {}) for shape in (
     (1, 8, 128, 32, 300, BF16), (2, 2, 32, 3, 40, F32),
     (1, 4, 256, 32, None, F32), (1, 24, 64, 32, None, F32), (1, 24, 256, 32, None, F32),
     (1, 8, 512, 32, None, BF16), (2, 1, 512, 16, 40, F32), (3, 3, 24, 1, 40, F32),
@@ -36,19 +39,22 @@ RARE = [slow(*shape) for shape in (
 
 @pytest.mark.parametrize("num_tokens, has_norms", [
     ([1, 1, 9, 1, 40, 2], True), ([1] * 6, False), ([1] * 6, True)])
-@pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window, dtype", SHAPES + RARE)
-def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window, dtype, num_tokens,
-                             has_norms):
+@pytest.mark.parametrize("kv_heads, group_size, head_dim, block_size, window, dtype, options", [
+    *((*shape, {}) for shape in SHAPES), *WITH_OPTIONS, *RARE])
+def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window, dtype, options,
+                             num_tokens, has_norms):
     torch.manual_seed(0)
     tolerance = 3e-6 if dtype == F32 else 2e-2
     step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], block_size)
     cache = random_cache(kv_heads, head_dim, block_size, step, dtype)
     heads, before = kv_heads * group_size, cache.clone()
     qkv = torch.randn(sum(num_tokens), heads + 2 * kv_heads, head_dim).to(dtype)
+    # without norms, scores from -24 to 24: most are far above the cap
+    qkv[:, :heads] *= 6 if options else 1
     angles = torch.randn(sum(num_tokens), head_dim // 2)
     angles = torch.stack((angles.cos(), angles.sin()))
     norms = random_norms(head_dim, dtype) if has_norms else NO_NORMS
-    out = attend_in_tiles(qkv.clone(), norms, angles, cache, window, step)
+    out = attend_in_tiles(qkv.clone(), norms, angles, cache, window, step, **options)
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
     query, key = (norm_and_rotate(x, norm, angles) for x, norm in zip((query, key), norms))
     written = cache.flatten(1, 2)[:, step.slot_mapping]
@@ -56,9 +62,11 @@ def test_against_plain_torch(kv_heads, group_size, head_dim, block_size, window,
     assert torch.equal(written[1], value)
     before.flatten(1, 2)[:, step.slot_mapping] = written
     assert torch.equal(cache, before), "and nothing else was written"
-    expected = plain_attention(query, cache, window, step)
+    expected = plain_attention(query, cache, window, step, **options)
     assert out.dtype == dtype and out.shape == query.shape
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    if options:
+        assert (expected - plain_attention(query, cache, window, step)).abs().max() > 0.1
 
 
 def compare(qkv, cache, window, step, atol, rtol, **options):
@@ -85,25 +93,6 @@ def test_scores_that_grow_from_span_to_span(growth, dtype, tolerance):
         cache[0, table] = ramp.view(-1, 16, 1, 1).expand(-1, -1, 1, 32).to(dtype)
     qkv = torch.stack((*query.repeat(2, 41, 1), *torch.randn(2, 41, 32)), dim=1).to(dtype)
     compare(qkv, cache, None, step, tolerance, tolerance)
-
-
-@pytest.mark.parametrize("num_tokens", [[1, 1, 9, 1, 40, 2], [1] * 6])
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("soft_cap, has_sinks, dtype", [
-    (5.0, False, BF16), (None, True, BF16), (5.0, True, F32)])
-def test_soft_caps_and_sinks(soft_cap, has_sinks, dtype, window, num_tokens):
-    torch.manual_seed(0)
-    tolerance = 3e-6 if dtype == F32 else 2e-2
-    step = make_step(num_tokens, [0, 700, 0, 15, 260, 31], 16)
-    cache = random_cache(2, 16, 16, step, dtype)
-    # scores from -24 to 24: most are far above the cap
-    qkv = torch.randn(sum(num_tokens), 8, 16).to(dtype)
-    qkv[:, :4] *= 6
-    sinks = torch.randn(4) * 3 if has_sinks else None
-    _, expected = compare(
-        qkv, cache, window, step, tolerance, tolerance, soft_cap=soft_cap, sinks=sinks)
-    without = plain_attention(qkv[:, :4], cache, window, step)
-    assert (expected - without).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype, tolerance", [

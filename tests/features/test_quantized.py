@@ -812,3 +812,7 @@ def test_a_packed_linear_is_a_linear(bundled):
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) != before
         linear.weight = torch.nn.Parameter(weight, False)
         assert token_ids(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == before
+        # rows of another dtype, while the weight is packed
+        again.bias = torch.nn.Parameter(torch.randn(len(weight)), False)
+        wide = x.detach().double()
+        torch.testing.assert_close(again(wide), wide @ weight.double().T + again.bias.double())

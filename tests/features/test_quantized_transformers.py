@@ -23,7 +23,6 @@ from nanoengine import LLM, SamplingParams
 from nanoengine_extras.cpu import compiling
 from nanoengine_extras.cpu.packed import PackedWeight, QuantizedEmbedding, QuantizedLinear
 from nanoengine_extras.models.quantized import formulas, transformers_linears
-from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.models.quantized.origins import Origin
 from nanoengine_extras.models.transformers_models import check
 
@@ -345,16 +344,6 @@ def test_experts_with_another_activation_stay_packed(make_model, monkeypatch, ac
         assert tokens(llm) == expected and not dequantized
         experts = [each for each in modules_of(llm) if type(each).__name__ == "Experts"]
         assert len(experts) == 2 and all(each.calls is not None for each in experts)
-
-
-def test_rows_of_another_dtype_than_that_of_a_packed_weight():
-    weight = formulas.rounded(torch.randn(32, 64), 8)
-    linear: Any = QuantizedLinear([pack(weight, torch.float32)])
-    linear.bias = torch.nn.Parameter(torch.randn(32), False)
-    x = torch.randn(3, 64, dtype=torch.float64)
-    with torch.inference_mode():
-        right = x @ weight.dequantized().double().T + linear.bias.double()
-        torch.testing.assert_close(linear(x), right)
 
 
 def test_a_load_that_fails_leaves_the_number_of_threads():
