@@ -35,7 +35,6 @@ again, and speed. What passes here is not proven to work on a GPU, but what fail
 """
 
 import ctypes
-import importlib
 import importlib.machinery
 import math
 import os
@@ -46,6 +45,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -95,9 +95,6 @@ class CudaTensor(Tensor):
             dtype=memory.dtype, device=torch.device("cuda:0"))
         self.memory = memory
         return self
-
-    def __repr__(self, **options: Any) -> str:
-        return f"CudaTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_dispatch__(cls, operator: Any, kinds: Any, arguments: Any = (),
@@ -198,7 +195,6 @@ DATA_DEPENDENT = {
     "aten::masked_select", "aten::bincount", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-COPYING = {"aten::_to_copy", "aten::copy_"}
 SUMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linalg_vector_norm",
         "aten::scaled_dot_product_attention"}
 
@@ -295,7 +291,6 @@ class Intercept(TorchDispatchMode):
 class FakeGpu:
     """While it is entered, PyTorch has this GPU. It can be entered again, with all its tensors.
 
-    flash_attn: whether flash-attn is installed.
     library: whether nanoengine_extras.gpu is, with Triton; by default where Triton is really
         installed.
     num_bytes: the size of its memory. All of it is always free.
@@ -311,9 +306,7 @@ class FakeGpu:
     active: "FakeGpu | None" = None
     capability = 9, 0
 
-    def __init__(self, flash_attn: bool = True, num_bytes: int = 2**28,
-                 library: bool = HAS_TRITON) -> None:
-        self.flash_attn = flash_attn
+    def __init__(self, num_bytes: int = 2**28, library: bool = HAS_TRITON) -> None:
         self.library = library_functions() if library else {}
         self.num_bytes = num_bytes
         self.reset_counters()
@@ -353,14 +346,13 @@ class FakeGpu:
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             # mock.patch.dict would also forget every other module that is imported meanwhile
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            flash_attn = flash_attn_module() if self.flash_attn else None
-            patch.setitem(sys.modules, "flash_attn", flash_attn)
+            patch.setitem(sys.modules, "flash_attn", flash_attn_module())
             # the functions of a device are found once
             for found in (seams.kernels, optional):
                 found.cache_clear()
                 stack.callback(found.cache_clear)
-            for (module, name), function in self.library.items():
-                patch.setattr(importlib.import_module(module), name, function)
+            for name, function in self.library.items():
+                patch.setattr(name, function)
             if not self.library:
                 patch.setattr(seams, "optional", find_without_library)
             # so that torch.tensor(…, device="cuda") begins on the host
@@ -511,14 +503,9 @@ class FakeGpu:
         is_forked = stream.waited.get(self.main_stream, -1) >= self.capture_began
         return self.captured is None or stream is self.main_stream or is_forked
 
-    @contextmanager
-    def use_stream(self, stream: "FakeStream") -> Iterator[None]:
+    def use_stream(self, stream: "FakeStream") -> Any:
         """What `torch.cuda.stream` does."""
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
+        return mock.patch.object(self, "stream", stream)
 
     # ------------------------------------------------------------------ the current device
 
@@ -527,10 +514,8 @@ class FakeGpu:
         return getattr(self.of_thread, "device", 0)
 
     def exchange_device(self, device: int) -> int:
-        """What `torch.cuda._exchange_device` does: a negative number changes nothing."""
+        """What `torch.cuda._exchange_device` does."""
         before = self.current_device()
-        if device < 0:
-            return -1
         self.of_thread.device = device
         return before
 
@@ -549,23 +534,14 @@ class FakeGpu:
 
     def use_thread(self, function: Callable[[], Any], device: int = 0) -> Any:
         """Calls a function in another thread, with a current device; returns its result."""
-        results: list[Any] = []
-
-        def call() -> None:
+        def call() -> Any:
             self.set_device(device)
             # a dispatch mode belongs to a thread, too
             with self.intercept:
-                try:
-                    results.append(function())
-                except BaseException as error:
-                    results.append(error)
+                return function()
 
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        if isinstance(results[0], BaseException):
-            raise results[0]
-        return results[0]
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
 
     # ---------------------------------------------------------------- between the two memories
 
@@ -610,11 +586,9 @@ class FakeGpu:
         source = source.detach()
         if source.numel() == 0:
             return source
-        if not non_blocking:
-            self.read_on_host("a copy from the host that blocks")
-            return source
-        if not self.is_pinned(source):
-            self.read_on_host("a copy from memory that is not pinned")
+        if not non_blocking or not self.is_pinned(source):
+            what = "memory that is not pinned" if non_blocking else "the host that blocks"
+            self.read_on_host(f"a copy from {what}")
             return source
         # The device does one thing after the other: what it writes there comes first.
         writes = [each for each in self.in_flight_at(source) if each.is_to_host]
@@ -629,20 +603,18 @@ class FakeGpu:
 
     def write_to_host(self, target: Tensor, value: Tensor, non_blocking: bool) -> None:
         """Writes a value of the device to memory of the host, now or when it is waited for."""
-        if not non_blocking:
-            self.read_on_host("a copy to the host that blocks")
+        if not non_blocking or not self.is_pinned(target):
+            what = "memory that is not pinned" if non_blocking else "the host that blocks"
+            self.read_on_host(f"a copy to {what}")
             target.copy_(value)
-        elif not self.is_pinned(target):
-            self.read_on_host("a copy to memory that is not pinned")
-            target.copy_(value)
-        else:
-            # The device does one thing after the other: what it reads there comes first.
-            reads = [each for each in self.in_flight_at(target) if not each.is_to_host]
-            for transfer in reads:
+            return
+        # The device does one thing after the other: what it reads there comes first.
+        for transfer in self.in_flight_at(target):
+            if not transfer.is_to_host:
                 transfer.land()
                 self.in_flight.remove(transfer)
-            self.begin_transfer(target, value, is_to_host=True)
-            spoil(target)
+        self.begin_transfer(target, value, is_to_host=True)
+        spoil(target)
 
     def begin_transfer(self, pinned: Tensor, value: Tensor, is_to_host: bool) -> None:
         self.num_transfers += 1
@@ -657,9 +629,7 @@ class FakeGpu:
 
     def pin(self, tensor: Tensor) -> Tensor:
         """What `Tensor.pin_memory` does."""
-        if self.is_pinned(tensor):
-            return tensor
-        return self.note_pinned(tensor.clone())
+        return tensor if self.is_pinned(tensor) else self.note_pinned(tensor.clone())
 
     # -------------------------------------------------------------------------- waiting
 
@@ -683,10 +653,6 @@ class FakeGpu:
             for transfer in done:
                 transfer.land()
 
-    def synchronize(self, device: Any = None) -> None:
-        """What `torch.cuda.synchronize` does."""
-        self.read_on_host("synchronize")
-
     @contextmanager
     def capture(self, graph: "FakeGraph", pool: Any = None, stream: Any = None,
                 capture_error_mode: str = "global") -> Iterator[None]:
@@ -695,15 +661,12 @@ class FakeGpu:
         self.num_graphs += 1
         self.main_stream.num_operators += 1
         self.capture_began = self.main_stream.num_operators
-        self.captured = graph
-        try:
+        with mock.patch.object(self, "captured", graph):
             yield
             for other in {stream for stream, _ in self.last_used.values()} - {self.main_stream}:
                 is_waited = self.main_stream.waited.get(other, 0) >= other.num_operators
                 if self.is_held(other) and not is_waited:
                     raise GpuError("a capture ended before the work of another stream")
-        finally:
-            self.captured = None
 
 
 def active_gpu() -> FakeGpu:
@@ -735,11 +698,6 @@ class FakeEvent:
         gpu.check_not_capturing("waiting for an event")
         gpu.wait_for(self.number or 0)
 
-    def query(self) -> bool:
-        """The device is always done when it is asked."""
-        self.synchronize()
-        return True
-
     def elapsed_time(self, end: "FakeEvent") -> float:
         """Milliseconds; here each operator takes one."""
         if not (self.enable_timing and end.enable_timing):
@@ -768,9 +726,6 @@ class FakeStream:
         event = event or FakeEvent()
         event.record(self)
         return event
-
-    def synchronize(self) -> None:
-        active_gpu().synchronize()
 
 
 @dataclass
@@ -875,8 +830,7 @@ def check_maximum(name: str, value: Any, most: int) -> None:
 
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor,
                     counts: list[int], lengths: list[int], window: int, is_causal: bool,
-                    scale: float, soft_cap: float | None = None,
-                    sinks: Tensor | None = None) -> Tensor:
+                    soft_cap: float | None = None, sinks: Tensor | None = None) -> Tensor:
     """What the kernels compute, in float64, rounded once.
 
     query: (T, heads, head_dim); keys, values: (blocks, block_size, kv_heads, head_dim).
@@ -891,12 +845,15 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, block_tables: T
     stop = 0
     for table, count, length in zip(block_tables, counts, lengths):
         start, stop = stop, stop + count
+        if not count:
+            continue
         blocks = table[:-(-length // block_size)].long()
         # (kv_heads, keys, head_dim) and (kv_heads, queries of its group, head_dim)
         key, value = (cache[blocks].flatten(0, 1)[:length].double().transpose(0, 1)
                       for cache in (keys, values))
         heads = query[start:stop].double().unflatten(1, (kv_heads, -1)).movedim(0, 2)
-        scores = (heads.flatten(1, 2) @ key.mT).view(-1, count, length) * scale
+        scores = (heads.flatten(1, 2) @ key.mT).view(-1, count, length)
+        scores *= query.shape[-1] ** -0.5
         positions = torch.arange(length - count, length)
         ages = positions[:, None] - torch.arange(length)
         is_seen = (ages >= 0) if is_causal else torch.ones_like(ages, dtype=torch.bool)
@@ -915,16 +872,16 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, block_tables: T
 
 
 def decode_kernel(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor,
-                  block_tables: Tensor, window: int, scale: float) -> Tensor:
+                  block_tables: Tensor, window: int) -> Tensor:
     """Each sequence has one query. This runs, on memory of the CPU, in each replay of a graph."""
-    out = paged_attention(query[:, 0], keys, values, block_tables, [1] * len(query),
-                          lengths.tolist(), window, True, scale)
-    return out[:, None]
+    counts = [1] * len(query)
+    return paged_attention(query[:, 0], keys, values, block_tables, counts, lengths.tolist(),
+                           window, True)[:, None]
 
 
 def varlen_kernel(query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor,
                   lengths: Tensor, block_tables: Tensor, longest_query: int, longest_keys: int,
-                  window: int, is_causal: bool, scale: float) -> Tensor:
+                  window: int, is_causal: bool) -> Tensor:
     """A sequence has any number of queries. This, too, runs in each replay of a graph."""
     counts = query_starts.diff().tolist()
     check_maximum("max_seqlen_q", longest_query, max(counts))
@@ -933,36 +890,27 @@ def varlen_kernel(query: Tensor, keys: Tensor, values: Tensor, query_starts: Ten
     first = int(query_starts[0])
     out = torch.full_like(query, torch.nan)
     out[first:] = paged_attention(query[first:], keys, values, block_tables, counts,
-                                  lengths.tolist(), window, is_causal, scale)
+                                  lengths.tolist(), window, is_causal)
     return out
 
 
 def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any = None, v: Any = None,
-        rotary_cos: Any = None, rotary_sin: Any = None, cache_seqlens: Any = None,
-        cache_batch_idx: Any = None, cache_leftpad: Any = None, block_table: Any = None,
-        softmax_scale: float | None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-        rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0,
-        return_softmax_lse: bool = False) -> Tensor:
-    """flash-attn's function for decodes; it has the same arguments."""
-    check(q.ndim == 4, "queries must be (sequences, 1, heads, head_dim)")
-    check(q.shape[1] == 1 and k is None and v is None, "only decodes are emulated")
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Any, block_table: Any,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+    """flash-attn's function for decodes, with those of its arguments that the engine gives."""
+    check(q.ndim == 4 and q.shape[1] == 1, "queries must be (sequences, 1, heads, head_dim)")
     check_paged(q, k_cache, v_cache, block_table, len(q))
     check_counts("cache_seqlens", cache_seqlens, len(q))
     check(window_size[1] in (-1, 0), "only windows to the left are emulated")
-    scale = softmax_scale or q.shape[-1] ** -0.5
-    arguments = q, k_cache, v_cache, cache_seqlens, block_table, window_size[0], scale
+    arguments = q, k_cache, v_cache, cache_seqlens, block_table, window_size[0]
     return active_gpu().launch(decode_kernel, arguments, {})
 
 
 def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-        alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
-        block_table: Any = None) -> Tensor:
-    """flash-attn's function for prompts and decodes; it has the same arguments."""
+        max_seqlen_k: int, *, block_table: Any, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+    """flash-attn's function for prompts and decodes, with the arguments that the engine gives."""
     check(q.ndim == 3, "queries must be (tokens, heads, head_dim)")
     num_seqs = cu_seqlens_q.numel() - 1
     check_paged(q, k, v, block_table, num_seqs)
@@ -971,7 +919,7 @@ def flash_attn_varlen_func(
     check(window_size[1] in (-1, 0), "only windows to the left are emulated")
     is_causal = (causal and max_seqlen_q > 1) or window_size[1] == 0
     arguments = (q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, max_seqlen_q,
-                 max_seqlen_k, window_size[0], is_causal, softmax_scale or q.shape[-1] ** -0.5)
+                 max_seqlen_k, window_size[0], is_causal)
     return active_gpu().launch(varlen_kernel, arguments, {})
 
 
@@ -990,11 +938,9 @@ def splits_of_keys(num_heads: int, longest_query: int, longest_keys: int, head_d
 
 
 def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Any, cu_seq_k: Any, max_q: int,
-                max_k: int, *, return_aux: Any = None, scale: float | None = None,
-                window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
-                seqused_k: Any = None, block_table: Any = None,
-                num_splits: int | None = None) -> Tensor:
-    """PyTorch's function, from 2.12 on; it has the same arguments."""
+                max_k: int, *, enable_gqa: bool, seqused_k: Any, window_size: tuple[int, int],
+                block_table: Any, num_splits: int | None = None) -> Tensor:
+    """PyTorch's function, from 2.12 on, with those of its arguments that the engine gives."""
     check(query.ndim == 3, "queries must be (tokens, heads, head_dim)")
     num_seqs = cu_seq_q.numel() - 1
     check_paged(query, key, value, block_table, num_seqs)
@@ -1009,7 +955,7 @@ def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Any, cu_seq
         check(splits_of_keys(num_seqs * query.size(1), max_q, max_k, query.size(2)) == 1,
               "the keys of several sequences are split: only the first one's results are right")
     arguments = (query, key, value, cu_seq_q, seqused_k, block_table, max_q, max_k, window_size[0],
-                 window_size[1] == 0, scale or query.shape[-1] ** -0.5)
+                 window_size[1] == 0)
     return active_gpu().launch(varlen_kernel, arguments, {})
 
 
@@ -1032,13 +978,14 @@ def find_without_library(name: str) -> Any:
 
 
 def norm_kernel(x: Tensor, weight: Tensor, eps: float,
-                delta: Tensor | None) -> tuple[Tensor, Tensor]:
+                delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
     total = x if delta is None else x + delta
     return total, model.rms_norm(total, weight, eps)
 
 
-def few_rows_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float,
-                    delta: Tensor | None, is_gated: bool) -> tuple[Tensor, Tensor]:
+def few_rows_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+                    norm: Tensor | None = None, eps: float = 0.0, delta: Tensor | None = None,
+                    is_gated: bool = False) -> tuple[Tensor, Tensor]:
     total = x if delta is None else x + delta
     normed = total if norm is None else model.rms_norm(total, norm, eps)
     bias = None if bias is None else bias.double()
@@ -1084,7 +1031,7 @@ def triton_kernel(query: Tensor, memory: Tensor, kind: Any, lengths: Tensor, sta
     check_maximum("longest_keys", longest_keys, int(lengths.max()))
     left = window - 1 if window else -1
     return paged_attention(query, *cache, block_tables, counts, lengths.tolist(), left, True,
-                           query.shape[-1] ** -0.5, soft_cap, sinks)
+                           soft_cap, sinks)
 
 
 def draw_kernel(numbers: Tensor, uniform: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -1094,23 +1041,16 @@ def draw_kernel(numbers: Tensor, uniform: Tensor, temperature: Tensor | None = N
     return sampler.draw(numbers, uniform)
 
 
-def library_functions() -> dict[tuple[str, str], Any]:
-    """What stands there instead of a function of the library, by the module that calls it, and its
-    name. What the library does around its kernels is not emulated: its own tests interpret it."""
-    def launch(kernel: Any, *arguments: Any) -> Any:
+def library_functions() -> dict[str, Any]:
+    """What stands there instead of a function of the library, by its name where it is called. What
+    the library does around its kernels is not emulated: its own tests interpret it."""
+    def launch(kernel: Any, *arguments: Any, **options: Any) -> Any:
         active_gpu().check_device(f"the kernel {kernel.__name__}")
-        return active_gpu().launch(kernel, arguments, {})
+        return active_gpu().launch(kernel, arguments, options)
 
-    def rms_norm(x: Any, weight: Any, eps: float, delta: Any = None) -> Any:
-        return launch(norm_kernel, x, weight, eps, delta)
-
-    def swiglu(gate_up: Any) -> Any:
-        return launch(model.swiglu, gate_up)
-
-    def few_rows_linear(x: Any, weight: Any, bias: Any = None, norm: Any = None, eps: float = 0.0,
-                        delta: Any = None, is_gated: bool = False) -> Any:
+    def few_rows_linear(x: Any, *arguments: Any, **options: Any) -> Any:
         check(x.numel() <= 8 * x.shape[-1], "a kernel for at most 8 rows")
-        return launch(few_rows_kernel, x, weight, bias, norm, eps, delta, is_gated)
+        return launch(few_rows_kernel, x, *arguments, **options)
 
     def store_heads(*arguments: Any) -> Any:
         check(arguments[5].is_contiguous(), "the cache must be contiguous")
@@ -1118,9 +1058,8 @@ def library_functions() -> dict[tuple[str, str], Any]:
 
     def attend(query: Any, cache: Any, window: int | None, step: Any,
                soft_cap: float | None = None, sinks: Any = None) -> Any:
-        named = {"query_starts": len(step.lengths) + 1, "lengths": len(step.lengths)}
-        for name, size in named.items():
-            check_counts(name, getattr(step, name), size)
+        check_counts("query_starts", step.query_starts, len(step.lengths) + 1)
+        check_counts("lengths", step.lengths, len(step.lengths))
         check(cache.is_contiguous(), "the cache must be contiguous")
         check(step.block_tables.dtype == torch.int32, "block_tables must be int32")
         if sinks is not None:
@@ -1134,14 +1073,11 @@ def library_functions() -> dict[tuple[str, str], Any]:
         tokens = torch.arange(scores.shape[1], device=scores.device)
         return tokens, launch(sampler.truncate, scores, draws)
 
-    def draw(*arguments: Any) -> Any:
-        return launch(draw_kernel, *arguments)
-
-    modules, engine = "nanoengine_extras.gpu.modules", "nanoengine_extras.gpu"
-    return {(modules, "rms_norm"): rms_norm, (modules, "swiglu"): swiglu,
-            (modules, "few_rows_linear"): few_rows_linear,
-            (modules, "store_heads"): store_heads, (engine, "paged_attention"): attend,
-            (engine, "truncate"): truncate, (engine, "draw"): draw}
+    found = {"modules.rms_norm": partial(launch, norm_kernel),
+             "modules.swiglu": partial(launch, model.swiglu),
+             "modules.few_rows_linear": few_rows_linear, "modules.store_heads": store_heads,
+             "paged_attention": attend, "truncate": truncate, "draw": partial(launch, draw_kernel)}
+    return {f"nanoengine_extras.gpu.{name}": function for name, function in found.items()}
 
 
 # ---------------------------------------------------------------- what PyTorch has instead
@@ -1182,7 +1118,6 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
-        (torch.cuda, "synchronize", gpu.synchronize),
         # a fake tensor cannot take the data of another one
         (torch.__future__, "_overwrite_module_params_on_conversion", True),
         (torch.cuda, "get_sync_debug_mode", lambda: gpu.sync_debug_mode),
