@@ -14,9 +14,11 @@ import pytest
 import torch
 import transformers
 import triton.language as tl
+from conftest import check_refused
 from feature_helpers import FEATURES, constrain
 from triton.runtime import interpreter
 
+import fake_gpu
 import nanoengine_extras.gpu
 from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
@@ -73,13 +75,20 @@ def is_close(x: torch.Tensor, y: torch.Tensor) -> None:
     torch.testing.assert_close(x, y, **CLOSE[x.dtype], equal_nan=True)
 
 
-def check_attention(query, cache, window, step) -> None:
-    """The results are those of PyTorch in float32, up to the rounding of weights and results."""
-    out = paged_attention(query, cache, window, step)
-    expected = gather_attention(query.float(), cache.float(), window, step)
+def check_attention(query, cache, window, step, soft_cap=None, sinks=None) -> None:
+    """The results are those of float64, up to the rounding of weights and results."""
+    out = paged_attention(query, cache, window, step, soft_cap, sinks)
+    expected = exact_attention(query, cache, window, step, soft_cap, sinks)
     assert out.dtype == query.dtype and expected.isfinite().all()
     away = {torch.float32: 4e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[query.dtype]
-    torch.testing.assert_close(out.float(), expected, rtol=away, atol=away)
+    torch.testing.assert_close(out.double(), expected, rtol=away, atol=away)
+
+
+def exact_attention(query, cache, window, step, soft_cap=None, sinks=None) -> torch.Tensor:
+    left = window - 1 if window else -1
+    return fake_gpu.paged_attention(
+        query.double(), *cache.double(), step.block_tables, step.query_starts.diff().tolist(),
+        step.lengths.tolist(), left, True, soft_cap, sinks)
 
 
 # ------------------------------------------------------------------------- small operations
@@ -89,14 +98,17 @@ def check_attention(query, cache, window, step) -> None:
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 896), (5, 257), (0, 64), (2, 5120)])
 def test_rms_norm(dtype, rows, size, has_delta):
+    """A row with NaN or infinity is alone."""
     x, delta = torch.randn(2, rows, size, dtype=dtype)
     x.mul_(30)
+    if rows == 5:
+        x[1, 5], x[2, 90] = torch.nan, torch.inf
     weight = torch.randn(size, dtype=dtype)
     before = x.clone()
     total, normed = rms_norm(x, weight, 1e-6, delta if has_delta else None)
     # of the rounded sum
     expected = x + delta if has_delta else x
-    assert torch.equal(total, expected) and torch.equal(x, before)
+    torch.testing.assert_close((total, x), (expected, before), rtol=0, atol=0, equal_nan=True)
     assert has_delta or total is x
     is_close(normed, plain.rms_norm(expected, weight, 1e-6))
 
@@ -109,14 +121,6 @@ def test_norm_of_other_strides():
     is_close(normed, plain.rms_norm(x + delta, weight, 1e-6))
 
 
-def test_a_row_with_nan_or_infinity_is_alone():
-    x = torch.randn(4, 96)
-    x[1, 5], x[2, 90] = torch.nan, torch.inf
-    _, normed = rms_norm(x, torch.ones(96), 1e-6, torch.zeros(4, 96))
-    is_close(normed, plain.rms_norm(x, torch.ones(96), 1e-6))
-    assert normed[[0, 3]].isfinite().all() and normed[1].isnan().all()
-
-
 @DTYPES
 @pytest.mark.parametrize("rows, size", [(3, 64), (1, 1), (2, 1300), (4, 77), (0, 64)])
 def test_swiglu(dtype, rows, size):
@@ -126,33 +130,31 @@ def test_swiglu(dtype, rows, size):
     is_close(swiglu(x), plain.swiglu(x))
 
 
+def heads_inputs(tokens: int, heads: int, head_dim: int,
+                 dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    turns = torch.rand(tokens, 1, head_dim // 2) * 6.3
+    angles = torch.stack((turns.cos(), turns.sin()))
+    return torch.randn(tokens, heads, head_dim, dtype=dtype), angles
+
+
 @DTYPES
 @pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no-norm"])
 @pytest.mark.parametrize("tokens, queries, keys, head_dim", [
     (3, 4, 2, 64), (2, 7, 1, 80), (1, 16, 16, 128), (2, 32, 2, 256), (4, 3, 1, 6), (0, 4, 2, 64)])
 def test_store_heads(dtype, has_norm, tokens, queries, keys, head_dim):
-    qkv = torch.randn(tokens, queries + 2 * keys, head_dim, dtype=dtype)
+    qkv, angles = heads_inputs(tokens, queries + 2 * keys, head_dim, dtype)
     weights = torch.randn(2, head_dim, dtype=dtype) if has_norm else (None, None)
-    turns = torch.rand(tokens, 1, head_dim // 2) * 6.3
-    angles = torch.stack((turns.cos(), turns.sin()))
     cache = torch.randn(2, 5, 16, keys, head_dim, dtype=dtype)
     slots = torch.randperm(80)[:tokens]
-    before = cache.clone()
+    expected = cache.clone()
     query = store_heads(qkv, *weights, 1e-6, angles, cache, slots)
-
-    q, k, v = qkv.split([queries, keys, keys], dim=1)
-    if has_norm:
-        q, k = (plain.rms_norm(x, weight, 1e-6) for x, weight in zip((q, k), weights))
-    is_close(query, plain.rotate(q, *angles))
-    stored = cache.flatten(1, 2)
-    is_close(stored[0, slots], plain.rotate(k, *angles))
-    assert torch.equal(stored[1, slots], v)
+    wanted = fake_gpu.heads_kernel(qkv, *weights, 1e-6, angles, expected, None, slots)
+    is_close(query, wanted)
+    is_close(cache[0], expected[0])
+    assert torch.equal(cache[1], expected[1])
     if not has_norm:
         # nothing is summed, so all bits are PyTorch's
-        assert torch.equal(query, plain.rotate(q, *angles))
-    others = torch.ones(80, dtype=torch.bool)
-    others[slots] = False
-    assert torch.equal(stored[:, others], before.flatten(1, 2)[:, others])
+        assert torch.equal(query, wanted) and torch.equal(cache, expected)
 
 
 STORED = pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -171,20 +173,18 @@ def eight_bits(stored, dtype, num_blocks, block_size, kv_heads, head_dim):
 @pytest.mark.parametrize("tokens, queries, keys, head_dim", [(3, 4, 2, 64), (2, 7, 1, 80)])
 def test_store_heads_in_8_bits(dtype, stored, tokens, queries, keys, head_dim, number):
     """All bytes are those of plain PyTorch."""
-    qkv = torch.randn(tokens, queries + 2 * keys, head_dim, dtype=dtype)
+    qkv, angles = heads_inputs(tokens, queries + 2 * keys, head_dim, dtype)
     qkv[1, queries:] *= 100
     qkv[1, queries, 5] = number
     qkv[0, -1] = 0
-    turns = torch.rand(tokens, 1, head_dim // 2) * 6.3
-    angles = torch.stack((turns.cos(), turns.sin()))
     slots = torch.randperm(40)[:tokens]
     cache = eight_bits(stored, dtype, 5, 8, keys, head_dim)
     expected = eight_bits(stored, dtype, 5, 8, keys, head_dim)
     expected.memory.copy_(cache.memory)
     query = store_heads(qkv, None, None, 0.0, angles, cache, slots)
-    q, k, v = qkv.split([queries, keys, keys], dim=1)
-    expected[:, slots] = torch.stack((plain.rotate(k, *angles), v))
-    assert torch.equal(query, plain.rotate(q, *angles))
+    wanted = fake_gpu.heads_kernel(
+        qkv, None, None, 0.0, angles, *fake_gpu.in_parts(expected), slots)
+    assert torch.equal(query, wanted)
     if number != number or number == torch.inf:
         blocks = torch.arange(5)
         assert torch.equal(cache[:, blocks].isfinite().all(-1),
@@ -193,13 +193,13 @@ def test_store_heads_in_8_bits(dtype, stored, tokens, queries, keys, head_dim, n
         assert torch.equal(cache.memory, expected.memory)
 
 
-def test_a_cache_of_other_strides_is_refused():
-    cache = torch.zeros(2, 3, 2, 16, 64).transpose(2, 3)
-    with pytest.raises(ValueError, match="cache=.* contiguous"):
-        store_heads(torch.zeros(1, 6, 64), None, None, 0.0, torch.zeros(2, 1, 32), cache,
-                    torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="cache=.* contiguous"):
-        paged_attention(torch.zeros(1, 4, 64), cache, None, step_of([(0, 1)]))
+def test_what_kernels_refuse():
+    cache, step = torch.zeros(2, 3, 2, 16, 64).transpose(2, 3), step_of([(0, 1)])
+    check_refused("cache=.* contiguous", store_heads, torch.zeros(1, 6, 64), None, None, 0.0,
+                  torch.zeros(2, 1, 32), cache, torch.zeros(1, dtype=torch.int64))
+    check_refused("cache=.* contiguous", paged_attention, torch.zeros(1, 4, 64), cache, None, step)
+    check_refused("head_dim=513 is not accepted: .* at most 512", paged_attention,
+                  torch.zeros(1, 4, 513), torch.zeros(2, 1, 16, 2, 513), None, step)
 
 
 # ----------------------------------------------------------------------- products of few rows
@@ -218,18 +218,9 @@ def linear_inputs(rows: int, size: int, columns: int, parts: str,
         name: tensor.to(dtype) for name, tensor in inputs.items()}
 
 
-def linear_of_pytorch(x, weight, eps, is_gated, bias=None, norm=None, delta=None):
-    """The operators of model.py, one after the other; the product in float64, rounded once."""
-    total = x if delta is None else x + delta
-    normed = total if norm is None else plain.rms_norm(total, norm, eps)
-    bias = None if bias is None else bias.double()
-    product = torch.nn.functional.linear(normed.double(), weight.double(), bias).to(x.dtype)
-    return total, plain.swiglu(product) if is_gated else product
-
-
 def check_few_rows(**inputs) -> None:
     total, found = few_rows_linear(**inputs)
-    expected_total, expected = linear_of_pytorch(**inputs)
+    expected_total, expected = fake_gpu.few_rows_kernel(**inputs)
     assert torch.equal(total, expected_total) and found.dtype == expected.dtype
     rtol, atol = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1.6e-2, 4e-3),
                   torch.float16: (2e-3, 5e-4)}[found.dtype]
@@ -343,7 +334,7 @@ DECODES = [(40, 1), (0, 1), (15, 1), (16, 1), (63, 1), (64, 1)]
 @pytest.mark.parametrize("seqs", [DECODES, MIXED], ids=["decodes", "mixed"])
 @pytest.mark.parametrize("heads, kv_heads, head_dim, block_size, window", [
     (4, 4, 64, 16, None), (6, 2, 80, 16, 7), (7, 1, 128, 32, None), (16, 1, 64, 48, 20),
-    (8, 1, 256, 16, 33), (2, 1, 64, 256, 1)])
+    (8, 1, 256, 16, 33), (2, 1, 64, 256, 1), (2, 1, 264, 16, 30), (2, 1, 512, 16, 30)])
 def test_attention(dtype, seqs, heads, kv_heads, head_dim, block_size, window):
     step = step_of(seqs, block_size)
     check_attention(*inputs_of(step, heads, kv_heads, head_dim, block_size, dtype), window, step)
@@ -367,7 +358,7 @@ def test_attention_over_8_bits(dtype, stored, seqs, cores, heads, kv_heads, head
     query = query.to(dtype)
     out = paged_attention(query, cache, window, step, soft_cap)
     read = cache[:, torch.arange(exact.shape[1])]
-    expected = soft_attention(query.double(), read.double(), window, step, soft_cap, None).float()
+    expected = exact_attention(query, read, window, step, soft_cap).float()
     away = 4e-6 if dtype == torch.float32 else 1e-2
     assert expected.isfinite().all() and out.dtype == dtype
     scale = expected.abs().mean()
@@ -388,64 +379,23 @@ def test_attention_of_other_steps(seqs, heads, kv_heads, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("head_dim", [264, 512])
-def test_attention_of_wide_heads(dtype, head_dim):
-    step = step_of([(40, 1), (5, 20)])
-    check_attention(*inputs_of(step, 2, 1, head_dim, dtype=dtype), 30, step)
-    with pytest.raises(ValueError, match="head_dim=513 is not accepted: .* at most 512"):
-        paged_attention(torch.zeros(1, 4, 513), torch.zeros(2, 1, 16, 2, 513), None, step)
-
-
-@DTYPES
-@pytest.mark.parametrize("seqs, window, longest_keys", [
-    ([(600, 1)], None, 0), ([(400, 1), (2, 1), (130, 1)], 200, 0), ([(270, 9)], None, 0),
-    ([(40, 1)], None, 40_960)], ids=["one", "several", "chunk", "width of a graph"])
-def test_attention_to_split_keys(dtype, seqs, window, longest_keys, monkeypatch):
-    monkeypatch.setattr(attention, "num_cores", lambda device: 24)
-    grids = record_grids(monkeypatch)
-    step = step_of(seqs, longest_keys=longest_keys)
-    check_attention(*inputs_of(step, 4, 2, 64, dtype=dtype), window, step)
-    (splits,) = {grid[2] for grid in grids}
-    assert splits > 1
-
-
-@DTYPES
-@pytest.mark.parametrize("soft_cap, has_sinks", [(2.0, False), (None, True), (0.7, True)])
-@pytest.mark.parametrize("seqs, window, cores", [
-    (DECODES, None, 1), (MIXED, 7, 1), ([(600, 1), (2, 1), (0, 1)], None, 24),
-    ([(300, 3)], 200, 24)], ids=["decodes", "mixed", "splits", "a window of splits"])
-def test_soft_caps_and_sinks(dtype, seqs, window, cores, soft_cap, has_sinks, monkeypatch):
+@pytest.mark.parametrize("soft_cap, has_sinks", [
+    (None, False), (2.0, False), (None, True), (0.7, True)])
+@pytest.mark.parametrize("seqs, window, cores, longest_keys", [
+    (DECODES, None, 1, 0), (MIXED, 7, 1, 0), ([(600, 1), (2, 1), (0, 1)], None, 24, 0),
+    ([(300, 3)], 200, 24, 0), ([(40, 1)], None, 24, 40_960)],
+    ids=["decodes", "mixed", "splits", "a window of splits", "width of a graph"])
+def test_splits_soft_caps_and_sinks(dtype, seqs, window, cores, longest_keys, soft_cap, has_sinks,
+                                    monkeypatch):
     monkeypatch.setattr(attention, "num_cores", lambda device: cores)
     grids = record_grids(monkeypatch)
-    step = step_of(seqs)
+    step = step_of(seqs, longest_keys=longest_keys)
     query, cache = inputs_of(step, 6, 2, 40, dtype=dtype)
     # without much weight, with as much as keys have, with nearly all
     sinks = torch.tensor([-20, -1, 0, 1, 4, 20.0]) if has_sinks else None
-    out = paged_attention(query, cache, window, step, soft_cap, sinks)
-    away = 1e-2 if dtype == torch.bfloat16 else 4e-6
-    torch.testing.assert_close(out.float(), soft_attention(
-        query.double(), cache.double(), window, step, soft_cap, sinks).float(),
-        rtol=away, atol=away)
-    assert (grids[0][2] > 1) == (cores > 1)
-
-
-def soft_attention(query, cache, window, step, soft_cap, sinks):
-    """Each token by itself, in float64."""
-    group = query.shape[1] // cache.shape[3]
-    rows = zip(query, step.sequence_of_token.tolist(), step.positions.tolist())
-    out = torch.empty_like(query)
-    for number, (row, seq, position) in enumerate(rows):
-        table = step.block_tables[seq].long()
-        stored = cache[:, table].flatten(1, 2)[:, :position + 1][:, -(window or 2**30):]
-        keys, values = stored.repeat_interleave(group, dim=2)
-        scores = torch.einsum("hd,khd->hk", row, keys) / row.shape[1] ** 0.5
-        if soft_cap is not None:
-            scores = soft_cap * (scores / soft_cap).tanh()
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
-        weights = scores.softmax(dim=1)[:, :len(keys)]
-        out[number] = torch.einsum("hk,khd->hd", weights, values)
-    return out
+    check_attention(query, cache, window, step, soft_cap, sinks)
+    (splits,) = {grid[2] for grid in grids}
+    assert (splits > 1) == (cores > 1)
 
 
 def record_grids(monkeypatch) -> list[tuple[int, ...]]:
@@ -492,12 +442,6 @@ def test_nan_stays_in_its_sequence(which, number, cores, monkeypatch):
     assert not out[~others].isfinite().any()
     # and a window that has left it behind does not see it
     assert paged_attention(query, cache, 64, step).isfinite().all()
-
-
-def test_a_step_without_tokens():
-    step = step_of([])
-    out = paged_attention(torch.zeros(0, 4, 64), torch.zeros(2, 1, 16, 2, 64), None, step)
-    assert out.shape == (0, 4, 64)
 
 
 def test_attention_in_chunks():
@@ -699,11 +643,11 @@ def test_rows_of_all_kinds_side_by_side(monkeypatch, kinds, dtype):
 # ---------------------------------------------------------------------------------- modules
 
 
-def decoder(folder, dtype: torch.dtype, backend, num_blocks: int = 12):
+def decoder(folder, dtype: torch.dtype, backend):
     config = transformers.AutoConfig.from_pretrained(folder)
     options = EngineConfig("m", device=DEVICE)
     model = load_model(options, config, Path(folder), dtype)
-    shape = num_blocks, 16, config.num_key_value_heads, config.head_dim
+    shape = 12, 16, config.num_key_value_heads, config.head_dim
     caches = torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype)
     model.bind(plain.rope_table(config, 256).to(DEVICE), caches, backend)
     return model, caches
@@ -769,10 +713,21 @@ def models(request, make_model):
 PROMPTS = [[*range(20, 39)], [7, 8, 9]]
 
 
+@torch.inference_mode()
 def test_families(models):
+    """They generate the same tokens, and take a step without any."""
     model, fast = models
-    expected = generate(model, PROMPTS, 2)
-    assert generate(fast, PROMPTS, 2) == expected
+    assert generate(fast, PROMPTS, 2) == generate(model, PROMPTS, 2)
+    token_ids, step = next_step([], [])
+    step.logits_indices = torch.zeros(0, dtype=torch.int32)
+    step.block_tables = torch.zeros(0, 1, dtype=torch.int32)
+    assert fast(token_ids, step).shape == (0, 64)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in fast.named_parameters()] == names
+    assert all(isinstance(b, type(a)) for a, b in zip(model.modules(), fast.modules()))
+    kinds = [type(module) for module in fast.modules()]
+    optimize(fast)
+    assert [type(module) for module in fast.modules()] == kinds, "a second time changes nothing"
 
 
 # without norms of heads, and with them
@@ -788,14 +743,6 @@ def test_rows_that_need_an_output(models, rows):
     expected, found = (model(token_ids, step) for model in models)
     assert expected.shape == (len(rows), 64)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_a_step_of_a_model_without_tokens(models):
-    token_ids, step = next_step([], [])
-    step.logits_indices = torch.zeros(0, dtype=torch.int32)
-    step.block_tables = torch.zeros(0, 1, dtype=torch.int32)
-    assert models[1](token_ids, step).shape == (0, 64)
 
 
 @torch.inference_mode()
@@ -819,27 +766,20 @@ def test_hooks_run_and_change_what_they_change(models):
     assert "layers.1.self_attn.o_proj" in calls[0] and calls[0] == calls[1] and [*calls[0]] != []
 
 
-def test_names_parameters_and_classes_stay(models):
-    model, fast = models
-    assert [name for name, _ in fast.named_parameters()] == [
-        name for name, _ in model.named_parameters()]
-    assert all(isinstance(b, type(a)) for a, b in zip(model.modules(), fast.modules()))
-    kinds = [type(module) for module in fast.modules()]
-    optimize(fast)
-    assert [type(module) for module in fast.modules()] == kinds
-
-
 @torch.inference_mode()
-def check_changed(folder, change) -> tuple:
-    """A changed model computes the same when it is optimized; returns it, and its results."""
+def check_changed(folder, change, inputs=None, dtype=torch.float32, away=1e-5) -> tuple:
+    """A changed model computes the same when it is optimized; returns it, and its results.
+
+    inputs: of a step; by default of all of PROMPTS.
+    """
     results = []
     for backend in (gather_attention, paged_attention):
-        model, _ = decoder(folder, torch.float32, backend)
+        model, _ = decoder(folder, dtype, backend)
         change(model)
         if results:
             optimize(model)
-        results.append(model(*next_step(PROMPTS, [0, 0])))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+        results.append(model(*inputs or next_step(PROMPTS, [0, 0])))
+    torch.testing.assert_close(*results, rtol=away, atol=away)
     return model, results[1]
 
 
@@ -885,7 +825,7 @@ def test_few_rows_of_a_model(make_model, monkeypatch, hooked, rows, expected):
     token_ids, step = next_step([[7, 8, 9], [20, 21]], [0, 0])
     if rows is not None:
         step.logits_indices = torch.tensor(rows, dtype=torch.int32)
-    products, calls, results = [], [], []
+    products, calls = [], []
 
     def noted(*arguments: Any, **options: Any) -> tuple:
         names = ("x", "weight", "bias", "norm", "eps", "delta", "is_gated")
@@ -893,19 +833,16 @@ def test_few_rows_of_a_model(make_model, monkeypatch, hooked, rows, expected):
         products.append(("norm" in given, "is_gated" in given))
         return few_rows_linear(*arguments, **options)
 
-    monkeypatch.setattr(modules, "few_rows_linear", noted)
-    for backend in (gather_attention, paged_attention):
-        model, _ = decoder(folder, torch.bfloat16, backend)
-        if results:
-            optimize(model)
+    def add_hooks(model: Any) -> None:
         names: list[str] = []
         calls.append(names)
         for layer in model.layers:
             for name in hooked:
                 layer.get_submodule(name).register_forward_hook(
-                    lambda *_, name=name, to=names: to.append(name))
-        results.append(model(token_ids, step))
-    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+                    lambda *_, name=name: names.append(name))
+
+    monkeypatch.setattr(modules, "few_rows_linear", noted)
+    check_changed(folder, add_hooks, (token_ids, step), torch.bfloat16, 0.05)
     assert products == expected and calls[0] == calls[1] == hooked * 2
 
 
@@ -924,10 +861,7 @@ class Gelu(plain.MLP):
 
 
 class Again(plain.MLP):
-    calls = 0
-
     def forward(self, x):
-        Again.calls += 1
         return super().forward(x)
 
 
