@@ -435,6 +435,15 @@ def check_refused(message: str, call: Callable, *arguments, **options) -> None:
         call(*arguments, **options)
 
 
+class Raises:
+    """What an argument can be at its worst."""
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    __str__ = __fspath__ = __len__ = __iter__ = __index__ = __repr__
+
+
 def in_thread(function, *arguments):
     """The result, or the error, of a call in a thread of its own."""
     with ThreadPoolExecutor(1) as pool:

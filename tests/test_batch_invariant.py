@@ -100,11 +100,6 @@ def test_same_bits_with_products_as_large_as_real_ones(tmp_path, dtype):
           block_size=32)
 
 
-def test_where_it_cannot_be_kept_it_is_refused(tiny):
-    with pytest.raises(ValueError, match="batch_invariant=True .* without packed weights"):
-        LLM(tiny, batch_invariant=True, attention_backend="gather")
-
-
 def test_block_sizes_that_are_multiples_of_32_give_the_same_bits(bundled):
     found = []
     for block_size in (32, 128):

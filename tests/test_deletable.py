@@ -124,23 +124,19 @@ NEEDS = {"tools.async_llm": ["running.shared_steps"],
          "tools.tool_calls": ["tools.openai_format"],
          "tools.serve": ["tools.async_llm", "tools.openai_format", "running.shared_steps"]}
 
-# what holds without those that are not asked for by a name
-WITHOUT = {
-    "tools.async_llm": "import nanoengine_extras",
+# what holds without those that are not asked for by a name; transformers' own layers stay, and
+# without models of transformers, there is nothing to ask for
+WITHOUT = dict.fromkeys(
+    ["tools.async_llm", "tools.openai_format", "models.own_layers", "models.experts",
+     "tools.reasoning", "tools.vllm"], "import nanoengine_extras") | {
     "models.explain": "import contextlib, tempfile\n"
                "with contextlib.suppress(ValueError):\n"
                "    LLM(tempfile.mkdtemp(), **options)\n    raise AssertionError",
     "models.generation_config": "assert texts.get_default_sampling_params() == SamplingParams()",
     "running.graphs": "assert type(llm.engine.runner.graphs).__name__ == 'CudaGraphs'",
     "sampling.fast_sampling": "assert 'fast' not in llm.engine.runner.sample_rows.__module__",
-    "tools.openai_format": "import nanoengine_extras",
-    # transformers' own layers stay; without models of transformers, there is nothing to ask for
-    "models.own_layers": "import nanoengine_extras",
-    "models.experts": "import nanoengine_extras",
     "running.strict": "assert SamplingParams(max_tokens=3.0).max_tokens == 3.0",
-    "running.threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'",
-    "tools.reasoning": "import nanoengine_extras",
-    "tools.vllm": "import nanoengine_extras"}
+    "running.threads": "assert type(llm.engine.features['Threads']).__name__ == 'Feature'"}
 # what is deleted for good has no case any more
 CASES = {name: case for name, case in ALL_CASES.items()
          if {name, *NEEDS.get(name, ())} <= {*FILES}}
@@ -163,28 +159,35 @@ def asked_without(deleted: str, are_all: bool) -> list[str]:
             if deleted in (feature, *NEEDS.get(feature, ())) or (are_all and feature not in SLOW)]
 
 
-# Each folder has the packages without one file. They are imported anew from each, in one process;
-# but the kernels stay those of this repository, so that numba finds them on disk.
+# The packages are imported anew without each file, in one process; but the kernels stay, so that
+# numba finds them on disk.
 SCRIPT = r"""
-import contextlib, importlib, json, os, re, sys, traceback
-sys.dont_write_bytecode = False
-# an editable installation would find what is deleted
-sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
-root, folders, asked, cases, refused, needs, without, model, bundled = json.load(sys.stdin)
+import contextlib, importlib.machinery, json, os, re, sys, traceback
+root, deletable, asked, cases, refused, needs, without, model, bundled = json.load(sys.stdin)
 sys.path[0] = root
 with contextlib.suppress(ImportError):
     import nanoengine_extras.cpu
 options = dict(dtype="float32", block_size=16, num_kv_blocks=32, max_num_seqs=4)
 
-def begin(folder, case="texts"):
+class Finder(importlib.machinery.PathFinder):
+    deleted = ""
+
+    @classmethod
+    def find_spec(cls, name, *others):
+        if name != f"nanoengine_extras.{cls.deleted}":
+            return super().find_spec(name, *others)
+
+# an editable installation would find what is deleted
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in repr(each).lower()]
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
+
+def begin(deleted, case="texts"):
     for name in [*sys.modules]:
         if re.match(r"nanoengine(_extras)?(?!\.cpu|\.gpu)\b(?!\.cpu|\.gpu)", name):
             del sys.modules[name]
-    sys.path[0] = folder
-    importlib.invalidate_caches()
+    Finder.deleted = deleted
     from nanoengine import LLM, SamplingParams
     from nanoengine.features import extension
-    assert sys.modules["nanoengine"].__file__.startswith(folder)
     greedy = SamplingParams(temperature=0, max_tokens=4)
 
     def run(llm, prompt=(5, 6, 7), **params):
@@ -217,7 +220,7 @@ def ask(feature, deleted, names):
 
 def check(deleted):
     code = [each.get(name, "") for name in asked[deleted] for each in (cases, without)]
-    names = begin(folders[deleted], "".join(code))
+    names = begin(deleted, "".join(code))
     for feature in asked[deleted]:
         try:
             ask(feature, deleted, names)
@@ -233,14 +236,14 @@ def imported():
                    if re.match(r"nanoengine_extras\.(models|running|sampling|tools)\.", name)})
 
 def imported_by(feature):
-    names = begin(folders["nothing"], cases.get(feature, "texts"))
+    names = begin("nothing", cases.get(feature, "texts"))
     before = imported()
     if feature in cases:
         ask(feature, "nothing", names)
     return sorted({*imported()} - {*before}) if feature in cases else before
 
 found = {}
-for deleted in folders:
+for deleted in deletable:
     try:
         check(deleted)
         found[deleted] = ""
@@ -255,28 +258,12 @@ print(json.dumps(found))
                 ids=["itself", "all"])
 def found(request, tiny, bundled, tmp_path_factory) -> dict:
     """What went wrong without each of them, and what each case imports."""
-    folders = {}
-    asked = {deleted: asked_without(deleted, request.param) for deleted in ["nothing", *FILES]}
+    deletable = ["nothing", *FILES]
+    asked = {deleted: asked_without(deleted, request.param) for deleted in deletable}
     names = [name for name in CASES if name not in SLOW]
     asked["imported"] = ["", *names[::1 if request.param else 4]]
-    # of all folders: a file is compiled once. Without its source, no bytecode is found
-    bytecode = tmp_path_factory.mktemp("bytecode")
-    for number, deleted in enumerate(["nothing", *FILES]):
-        # in another order of these paths, the cache would take a feature's kernels for new ones
-        folder = tmp_path_factory.mktemp(f"{number:03}-{deleted}")
-        folders[deleted] = str(folder)
-        streets = [path for path in FOLDER.iterdir() if path.is_dir() and (
-            path.name not in ("cpu", "gpu", "__pycache__"))]
-        for package in (ROOT / "nanoengine", FOLDER, *streets):
-            name = package.relative_to(ROOT)
-            (folder / name).mkdir()
-            (bytecode / name).mkdir(exist_ok=True)
-            (folder / name / "__pycache__").symlink_to(bytecode / name)
-            for path in package.iterdir():
-                is_deleted = f"{package.name}.{path.stem}" == deleted
-                if not is_deleted and path.name != "__pycache__" and path not in streets:
-                    (folder / name / path.name).symlink_to(path)
-    inputs = json.dumps([str(ROOT), folders, asked, CASES, REFUSED, NEEDS, WITHOUT, tiny, bundled])
+    inputs = json.dumps(
+        [str(ROOT), deletable, asked, CASES, REFUSED, NEEDS, WITHOUT, tiny, bundled])
     result = run_in_fork(SCRIPT, inputs, tmp_path_factory.mktemp("empty"))
     assert not result.returncode, result.stderr[-3000:]
     return json.loads(result.stdout)

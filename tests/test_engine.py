@@ -1,4 +1,5 @@
-"""The engine: exact under every schedule, running ahead or not, and hard to break."""
+"""The engine: exact under every schedule, running ahead or not, and hard to break. Its loop has
+tests without a model in test_scheduler.py."""
 
 import dataclasses
 import gc
@@ -6,133 +7,12 @@ import weakref
 
 import pytest
 from conftest import (
-    check_blocks, check_idle, complete, generate, overtaking, random_prompts, slow, token_ids,
-    use_policies)
-from test_scheduler import (
-    ShadowCache, expected_output, make_engine as make_shadow_engine, make_sequence)
+    check_idle, complete, generate, random_prompts, slow, token_ids, use_policies)
 
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.block_manager import BlockManager
-from nanoengine.engine import Engine
 from nanoengine.model_runner import ModelRunner
-from nanoengine.sequence import Sequence
 from nanoengine.step_inputs import Launched
-from nanoengine_extras.running.shared_steps import abort_sequences
-
-# ----------------------------------------------------------------- over a shadow cache
-
-
-def make_engine(**options) -> Engine:
-    sizes = dict(num_blocks=14, max_num_seqs=256, max_num_batched_tokens=2048, num_host_blocks=8,
-                 max_model_len=40)
-    return make_shadow_engine(ShadowCache(4), **sizes | options)
-
-
-def endless(number: int, length: int = 5, num_new: int = 6, n: int = 1,
-            needs_tokens: bool = False) -> Sequence:
-    """A sequence that no token ends."""
-    seq = make_sequence([1 + number % 3] * length, num_new, str(number), n)
-    for each in (seq, *seq.forks):
-        each.end_tokens = {}
-        each.needs_tokens = needs_tokens
-    return seq
-
-
-def check_all_free(engine: Engine) -> None:
-    manager = engine.scheduler.block_manager
-    assert not engine.has_unfinished() and engine.in_flight is None
-    assert manager.num_free_blocks == manager.num_blocks
-    assert not getattr(manager, "host_tables", None)
-    check_blocks(engine.scheduler)
-
-
-def run(engine: Engine, seqs: list[Sequence], stop_after: dict | None = None) -> str:
-    """Runs sequences to their end; returns the first letters of what has happened.
-
-    stop_after: {sequence: n} for those that someone ends after n tokens.
-    """
-    everyone = [each for seq in seqs for each in (seq, *seq.forks)]
-    stop_after = stop_after or {}
-    for seq in seqs:
-        engine.add(seq)
-    while engine.has_unfinished():
-        for seq in engine.step():
-            if seq.num_tokens - seq.num_prompt_tokens == stop_after.get(seq):
-                engine.finish(seq, "stop", "enough")
-        # no token is pending, and only an engine that runs ahead has a step in flight, one
-        for seq in [*engine.scheduler.running, *engine.scheduler.waiting]:
-            assert all(token >= 0 for token in seq.token_ids)
-        in_flight = [engine.in_flight.batch] if engine.in_flight else []
-        assert engine.runner.in_flight == in_flight
-        assert engine.config.run_ahead or not in_flight
-        check_blocks(engine.scheduler)
-    for seq in everyone:
-        tokens, reason = expected_output(seq)
-        if seq in stop_after:
-            tokens, reason = tokens[:seq.num_prompt_tokens + stop_after[seq]], "stop"
-        assert (seq.token_ids, seq.finish_reason) == (tokens, reason)
-    check_all_free(engine)
-    return "".join(event[0] for event in engine.runner.events)
-
-
-def batches_of(engine: Engine) -> list:
-    """Those that were scheduled. None has changed since."""
-    engine.scheduler.check_scheduled()
-    return [batch for batch, _ in engine.scheduler.scheduled]
-
-
-@pytest.mark.parametrize("changes, num_waits", [
-    ({}, 0), (dict(needs_tokens=True), 3), (dict(n=3), 0)])
-def test_a_step_is_taken_in_before_one_that_needs_its_tokens(changes, num_waits):
-    """The others are launched while the one before is in flight."""
-    engine = make_engine(run_ahead=True)
-    events = run(engine, [endless(4, num_new=8), endless(8, 6, num_new=3, **changes)])
-    num_steps = len(batches_of(engine))
-    num_ahead = num_steps - num_waits
-    assert num_ahead > 3
-    assert events == "lw" * num_waits + "l" + "lw" * (num_ahead - 1) + "w"
-    plain = make_engine(run_ahead=False)
-    events = run(plain, [endless(4, num_new=8), endless(8, 6, num_new=3, **changes)])
-    assert events == "lw" * num_steps
-
-
-def test_no_more_tokens_are_pending_than_can_be_looked_up():
-    for max_num_seqs, num_waits in ((4, 1), (5, 0)):
-        engine = make_engine(run_ahead=True, max_num_seqs=max_num_seqs)
-        events = run(engine, [endless(4, n=4), endless(9)])
-        assert events.startswith("lw" * num_waits + "ll"), events
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 6, 12])
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_after_an_abort_all_blocks_are_free(run_ahead, num_steps):
-    engine = make_engine(run_ahead=run_ahead, preemption_mode="swap")
-    seqs = [endless(i, 9, 20, n=1 + i % 2) for i in range(5)]
-    for seq in seqs:
-        engine.add(seq)
-    for _ in range(num_steps):
-        engine.step()
-    if run_ahead and num_steps not in (0, 2):  # the first step, with forks, was taken in alone
-        assert engine.in_flight is not None
-    abort_sequences(engine, {seq.request_id for seq in seqs})
-    check_all_free(engine)
-    assert all(seq.finish_reason for seq in seqs)
-    engine.runner.in_flight.clear()
-    manager = engine.scheduler.block_manager
-    manager.forget([*manager.blocks_by_hash])
-    run(engine, [endless(i, 9, 20, n=1 + i % 2) for i in range(5)])
-
-
-def test_a_token_in_flight_of_a_sequence_that_was_ended_does_not_count():
-    engine = make_engine(run_ahead=True)
-    ended, other = endless(4, num_new=8), endless(8, num_new=8)
-    run(engine, [ended, other], {ended: 3})
-    computed = [seq for batch in batches_of(engine) for seq in batch.sequences]
-    assert computed.count(ended) == 4, "one more than its tokens: it was in flight"
-    assert engine.scheduler.counters["generation_tokens"] == 8 + 3
-
-
-# ------------------------------------------------------------------------- over the model
 
 STEM = random_prompts([40], seed=5)[0]
 PROMPTS = [*random_prompts([1, 2, 15, 16, 17, 33, 70]), STEM, STEM + [1, 2, 3], STEM[:32], STEM,
@@ -168,19 +48,16 @@ def alone(make_llm):
     return found
 
 
-# the fast tests have one of the first two pairs for each; others are in test_random_requests.py
+# what the runner sees of schedules: policies are compared in test_scheduler.py and
+# test_random_requests.py. The fast tests have one of the first two pairs for each
 SCHEDULES = [
     (dict(), lambda m: m["prefix_cache_hits"] > 0 == m["num_preemptions"]),
-    (dict(max_num_seqs=3), lambda m: 2 < m["batched_sequences"] / m["num_steps"] <= 3),
     (dict(max_num_seqs=4, max_num_batched_tokens=7),
      lambda m: m["computed_tokens"] <= 7 * m["num_steps"]),
-    (dict(num_kv_blocks=9), lambda m: m["num_preemptions"] > 0),
     (dict(num_kv_blocks=40, block_size=3, max_num_batched_tokens=16),
      lambda m: m["num_preemptions"] > 0 and m["prefix_cache_hits"] > 0),
     (dict(num_kv_blocks=9, enable_prefix_caching=False),
      lambda m: m["num_preemptions"] > 0 == m["prefix_cache_hits"]),
-    (dict(enable_prefix_caching=False, block_size=3), lambda m: m["prefix_cache_hits"] == 0),
-    (dict(num_kv_blocks=9, kv_allocation="reserve"), lambda m: m["num_preemptions"] == 0),
     (dict(num_kv_blocks=18, kv_allocation="max-length", max_model_len=110),
      lambda m: m["num_preemptions"] == 0),
     (dict(num_kv_blocks=9, preemption_mode="swap", enable_prefix_caching=False),
@@ -189,12 +66,7 @@ SCHEDULES = [
     (dict(num_kv_blocks=40, block_size=3, preemption_mode="swap", preemption_victim="random"),
      lambda m: m["swap_preemptions"] > 0),
     (dict(num_kv_blocks=9, preemption_mode="swap", swap_space=0, preemption_victim="longest"),
-     lambda m: m["recompute_preemptions"] > 0 == m["swap_preemptions"]),
-    (dict(num_kv_blocks=12, preemption_victim="least-recently-run", max_num_batched_tokens=6),
-     lambda m: m["num_preemptions"] > 0),
-    (dict(num_kv_blocks=9, max_waiting=0, preemption_mode="swap"),
-     lambda m: m["num_preemptions"] > 0),
-    (dict(num_kv_blocks=9, max_waiting=1, max_num_seqs=2), lambda m: m["num_preemptions"] > 0)]
+     lambda m: m["recompute_preemptions"] > 0 == m["swap_preemptions"])]
 PAIRS = [("prefill-first", False), ("mixed", True), ("static", True)]
 
 
@@ -204,10 +76,7 @@ PAIRS = [("prefill-first", False), ("mixed", True), ("static", True)]
     for case in [(*each, *PAIRS[pair])]])
 def test_tokens_do_not_depend_on_the_schedule(make_llm, alone, options, happened, scheduling,
                                               run_ahead):
-    options = {"scheduling": scheduling} | options
-    if "max_waiting" in options:
-        options["scheduling"] = overtaking(scheduling, options.pop("max_waiting"))
-    with make_llm(run_ahead=run_ahead, **options) as llm:
+    with make_llm(run_ahead=run_ahead, scheduling=scheduling, **options) as llm:
         assert completions(generate(llm, PROMPTS, PARAMS)) == alone
         assert happened(llm.metrics())
         assert completions(generate(llm, PROMPTS, PARAMS)) == alone, "with a warm cache"
@@ -287,19 +156,6 @@ def test_samples_of_one_prompt_share_its_blocks(make_llm):
     assert metrics["shared_blocks"] == 15 * 28 and metrics["copy_on_write_blocks"] == 15
     assert metrics["max_blocks_used"] == 28 + 16 * 2, "of the 480 that sixteen prompts would need"
     assert len(outputs[0].outputs) == 16 and outputs[0].metrics.num_decoded_tokens == 19
-
-
-def test_bfloat16_does_not_depend_on_chunks_and_preemptions_beyond_near_ties(make_llm):
-    params = SamplingParams(temperature=0, max_tokens=20, logprobs=5)
-    results = []
-    for options in (dict(), dict(num_kv_blocks=9, max_num_batched_tokens=16)):
-        with make_llm(dtype="bfloat16", **options) as llm:
-            results.append([output.outputs[0] for output in generate(llm, PROMPTS, params)])
-    for left, right in zip(*results):
-        for position, (a, b) in enumerate(zip(left.token_ids, right.token_ids)):
-            if a != b:
-                assert a in right.logprobs[position] and b in left.logprobs[position]
-                break
 
 
 # -------------------------------------------------------------------------- interruptions

@@ -55,57 +55,40 @@ def test_nodes():
         "def f():\n    pass")
 
 
-def test_a_folder_is_the_sum_of_its_files(tmp_path):
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "one.py").write_text("a = 1\n" + "    # a comment\n" + "if a:\n    bb = 2\n")
-    (tmp_path / "inner" / "two.py").write_text(f"c, d = 1, {'1' * 90}\n")
-    (tmp_path / "empty.py").write_text("")
-    found = gauges.gauge(tmp_path)
-    assert found | {"nodes": 0, "nodes a line": 0} == {
-        "lines": 4, "nodes": 0, "nodes a line": 0, "width": (5 + 5 + 6 + 100) / 4, "wide": 1 / 4,
-        "pairs": 1}
-    assert found["nodes"] == 18 and found["nodes a line"] == 4.5
-
-
-def make_project(root, **num_lines: int) -> None:
-    """A project with one line of code in each place, or as many as asked for."""
+def make_project(root) -> None:
+    """A project with one line of code in each place."""
     for name in ("nanoengine", "nanoengine_extras/sampling", "nanoengine_extras/tools"):
-        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name).mkdir(parents=True)
         (root / name / "file.py").write_text("x = 1\n")
     (root / "bench.py").write_text("x = 1\n")
-    for name, count in num_lines.items():
-        # in files that are not too long, if the sum is what counts
-        size = 200 if "extras" in name else count
-        path = root / name if name.endswith(".py") else root / name / "file.py"
-        for number, start in enumerate(range(0, count, size)):
-            path.with_stem(f"{path.stem}{number or ''}").write_text(
-                "x = 1\n" * min(size, count - start))
 
 
 @pytest.mark.parametrize("name, folder", [
     ("nanoengine", "nanoengine"), ("features", "nanoengine_extras/sampling"),
-    ("nanoengine_extras/tools", "nanoengine_extras/tools"), ("bench.py", "bench.py")])
+    ("nanoengine_extras/tools", "nanoengine_extras/tools"), ("bench.py", "")])
 def test_one_line_too_many(tmp_path, capsys, name, folder):
+    """In several files: their sum counts."""
+    make_project(tmp_path)
     most = int(gauges.LIMITS[name]["lines"])
-    make_project(tmp_path, **{folder: most})
+    (tmp_path / "bench.py").write_text("")
+    for start in range(bool(folder), most, 200):
+        file = tmp_path / folder / f"bench{start or ''}.py"
+        file.write_text("x = 1\n" * min(200, most - start))
     assert gauges.main(tmp_path) == 0
-    make_project(tmp_path, **{folder: most + 1})
+    with file.open("a") as more:
+        more.write("# a comment\n\nx = 2\n")
     assert gauges.main(tmp_path) == 1
-    assert capsys.readouterr().out.endswith(f"{name}: lines {most + 1}, at most {most}\n")
+    assert f"{name}: lines {most + 1}, at most {most}\n" in capsys.readouterr().out
 
 
-def test_a_long_file_of_the_extras(tmp_path, capsys):
+@pytest.mark.parametrize("folder, text, found", [
+    ("nanoengine", ("x = " + "1" * 60 + "\n") * 3, "nanoengine: width "),
+    ("nanoengine", ("if 1:\n" + "  " * 40 + "x = 1234567\n") * 3, "nanoengine: wide "),
+    ("nanoengine", "x, y = 1, 2\n" * 3, "nanoengine: pairs 3, at most 2\n"),
+    ("nanoengine", "x = [1, 2, 3, 4, 5]\n" * 3, "nanoengine: nodes a line "),
+    ("nanoengine_extras/sampling", "x = 1\n" * 201, "sampling/file.py: lines 201, at most 200\n")])
+def test_what_is_too_much(tmp_path, capsys, folder, text, found):
     make_project(tmp_path)
-    (tmp_path / "nanoengine_extras" / "sampling" / "a.py").write_text("x = 1\n" * 201)
+    (tmp_path / folder / "file.py").write_text(text)
     assert gauges.main(tmp_path) == 1
-    assert capsys.readouterr().out.endswith("sampling/a.py: lines 201, at most 200\n")
-
-
-@pytest.mark.parametrize("line, key", [
-    ("x = " + "1" * 60, "width"), ("if 1:\n" + "  " * 40 + "x = 1234567", "wide"),
-    ("x, y = 1, 2", "pairs"), ("x = [1, 2, 3, 4, 5]", "nodes a line")])
-def test_dense_lines(tmp_path, capsys, line, key):
-    make_project(tmp_path)
-    (tmp_path / "nanoengine" / "file.py").write_text(f"{line}\n" * 3)
-    assert gauges.main(tmp_path) == 1
-    assert f"nanoengine: {key} " in capsys.readouterr().out
+    assert found in capsys.readouterr().out

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,21 +55,19 @@ def test_it_has_all_files_of_the_packages_and_nothing_else(wheel):
     assert names == ours
 
 
+def run_installed(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs Python in a folder of a user."""
+    return subprocess.run([sys.executable, *arguments], text=True, cwd=folder,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
+
+
 def test_it_generates_text_in_an_empty_folder(wheel, bundled, tmp_path):
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)
     empty.mkdir()
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(site), bundled], text=True, cwd=empty,
-                          capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
+    done = run_installed(site, empty, "-c", SCRIPT, str(site), bundled)
     assert done.stdout == " 132\n", done.stderr
     assert not [*empty.iterdir()], "nothing is written where it runs"
-
-
-def run_installed(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs `python -m nanoengine` in a folder of a user."""
-    return subprocess.run(
-        [sys.executable, "-m", "nanoengine", *arguments], text=True, cwd=folder,
-        capture_output=True, env=os.environ | {"PYTHONPATH": str(site)})
 
 
 @pytest.mark.needs("tools.batch", "tools.openai_format", "tools.scores", "tools.serve",
@@ -81,16 +80,16 @@ def test_its_tools_run_in_a_folder_of_a_user(wheel, bundled, tmp_path):
     for name in ("bench.py", "batch.py", "serve.py", "lab.py", "openai.py", "scores.py"):
         (folder / name).write_text("raise SystemExit('the wrong file')\n")
     (folder / "a.jsonl").write_text('{"prompt": "47 + 85 =", "temperature": 0}\n')
-    files = ("-i", "a.jsonl", "-o", "b.jsonl")
-    done = run_installed(site, folder, "batch", "--model", bundled, *files)
+    tool = partial(run_installed, site, folder, "-m", "nanoengine")
+    done = tool("batch", "--model", bundled, "-i", "a.jsonl", "-o", "b.jsonl")
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "b.jsonl").read_text())["response"]["body"]["choices"][0][
         "text"] == " 132"
-    done = run_installed(site, folder, "score", "47 + 85 =", " 131", " 132", "--model", bundled)
+    done = tool("score", "47 + 85 =", " 131", " 132", "--model", bundled)
     assert done.stdout.splitlines()[0].endswith("= 132"), done.stderr
-    done = run_installed(site, folder, "bench", "--model", bundled)
+    done = tool("bench", "--model", bundled)
     assert done.returncode == 2 and "error: bench.py is in the repository: " in done.stderr
-    done = run_installed(site, folder, "serve", "--model", "/no/such", "--port", "0")
+    done = tool("serve", "--model", "/no/such", "--port", "0")
     assert done.returncode == 2 and "model='/no/such' is not accepted" in done.stderr
     assert "Traceback" not in done.stderr
 

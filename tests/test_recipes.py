@@ -84,9 +84,9 @@ def execute(monkeypatch):
             names["llm"].close()
 
 
-def example(name: str):
-    """A script of docs/examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "examples" / f"{name}.py")
+def example(name: str, folder: str = "docs/examples"):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -353,10 +353,7 @@ def test_ray_data(tmp_path, ray_job):
 
 
 def test_example_shows_questions_beside_answers(capsys, monkeypatch):
-    spec = importlib.util.spec_from_file_location("example", ROOT / "example.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     monkeypatch.setattr(sys, "argv", ["example.py"])
-    module.main()
+    example("example", "").main()
     lines = capsys.readouterr().out.splitlines()
     assert "12 + 34 -> 46" in lines and "copy ball fox red -> ball fox red" in lines

@@ -4,16 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import GREEDY, check_refused, for_feature, generate, next_number, token_ids
+from conftest import (
+    GREEDY, Raises, check_refused, for_feature, generate, next_number, token_ids)
 
 from nanoengine import LLM, SamplingParams
-
-
-class Raises:
-    def __repr__(self):
-        raise RuntimeError("no repr")
-
-    __str__ = __len__ = __iter__ = __index__ = __repr__
 
 
 RAISES = Raises()
@@ -66,6 +60,9 @@ def test_the_sequences_of_a_request(llm):
         assert each.kept["metrics"] is seq.kept["metrics"]
         assert (each.num_computed_tokens, each.finish_reason, each.is_running) == (0, None, False)
     assert len({id(each.token_ids) for each in first_seqs}) == 3, "each its own list"
+    seq.num_computed_tokens = 5
+    another = seq.fork()
+    assert (another.forks, another.num_computed_tokens) == ([], 0), "it has yet to begin"
     other = second.seq
     assert len(second.seqs) == 1
     assert other.token_ids == [4, 5] and not other.forks and not other.needs_tokens
@@ -136,7 +133,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
         (["a"], ["greedy"], "sampling_params=.'greedy'.*must be"))])
 def test_bad_input_is_refused_before_anything_is_queued(llm, prompts, params, message):
     before = llm.metrics()
-    for call in (llm.generate, llm.stream):
+    for call in (llm.generate, llm.stream, llm.add):
         check_refused(message, call, prompts, params)
     assert llm.metrics() == before
     assert generate(llm, "47 + 85 =")[0].outputs[0].text == " 132"

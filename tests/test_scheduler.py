@@ -21,7 +21,6 @@ from nanoengine import SamplingParams
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.features import part
 from nanoengine.observers import Features
 from nanoengine.requests import Request
 from nanoengine.scheduler import Scheduler
@@ -89,56 +88,6 @@ def make_sequence(prompt: list[int], max_tokens: int, name: str = "", n: int = 1
     return first
 
 
-def make_scheduler(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, caching=True,
-                   num_host_blocks=0, max_model_len=1000, **policies) -> Scheduler:
-    config = EngineConfig(model="none", device="cpu", block_size=block_size,
-                          max_num_seqs=max_num_seqs, enable_prefix_caching=caching,
-                          max_num_batched_tokens=max_num_batched_tokens, **policies)
-    runner = SimpleNamespace(num_kv_blocks=num_blocks, max_model_len=max_model_len,
-                             copier=SimpleNamespace(host_blocks=range(num_host_blocks)))
-    return ObservedScheduler(part("block_manager", config, BlockManager).of(config, runner), config)
-
-
-class Owner(SimpleNamespace):
-    """What stands for an engine; other than SimpleNamespace, it can be referred to weakly."""
-
-
-class ObservedScheduler(Scheduler):
-    """Counts its steps, and scores prompts, as an engine does."""
-
-    def __init__(self, manager, config) -> None:
-        super().__init__(manager, config)
-        self.observe()
-
-    def observe(self) -> None:
-        self.metrics, self.logprobs = Metrics(lambda: 1.0), Logprobs()
-        runner = SimpleNamespace(block_bytes=1, backend="none", num_kv_blocks=1, max_model_len=1)
-        self.owner = Owner(
-            scheduler=self, config=self.config, runner=runner)
-        self.metrics.begin(self.owner)
-
-    def add(self, seq) -> None:
-        guards = Guards()
-        guards.engine = self.owner
-        for feature in (guards, self.metrics, self.logprobs):
-            feature.enter([seq, *seq.forks], SimpleNamespace(tokenizer=None))
-        self.enqueue(seq)
-
-    counters = property(lambda self: self.metrics.counters)
-
-    def schedule(self) -> Batch:
-        batch = super().schedule()
-        if batch:
-            self.metrics.scheduled(batch)
-            self.logprobs.scheduled(batch)
-        return batch
-
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
-        taken = super().postprocess(batch, token_ids)
-        self.metrics.done(SimpleNamespace(batch=batch, done=1.0), taken)
-        return taken
-
-
 @dataclass
 class ShadowCache:
     """For each slot, the tokens up to and including the one whose K and V it holds."""
@@ -198,11 +147,9 @@ class ShadowRunner:
 
     One step at most is in flight when another is launched, and a pending token stands for the one
     that the step in flight samples for this very sequence.
-
-    events: "launch" and "wait", in their order.
     """
 
-    block_bytes, backend, swap_seconds = 1, "shadow", 0.0
+    block_bytes, backend = 1, "shadow"
     model_config = SimpleNamespace(vocab_size=VOCABULARY)
     last_sampled = torch.zeros(0)
 
@@ -214,10 +161,8 @@ class ShadowRunner:
         self.copier = SimpleNamespace(host_blocks=range(num_host_blocks))
         self.max_model_len = max_model_len
         self.in_flight: list[Batch] = []
-        self.events: list[str] = []
 
     def launch(self, batch: Batch) -> SimpleNamespace:
-        self.events.append("launch")
         assert len(self.in_flight) <= 1
         for seq in batch.sequences:
             row = -1 - seq.token_ids[-1]
@@ -234,7 +179,6 @@ class ShadowRunner:
             row.seq.kept["logprobs"][row.position] = score
 
         def wait() -> list[int]:
-            self.events.append("wait")
             assert self.in_flight.pop(0) is batch
             return tokens
 
@@ -256,21 +200,39 @@ def contents(batch: Batch) -> list:
             batch.budget]
 
 
-class CheckedScheduler(ObservedScheduler):
-    """Checks each batch that it schedules, and that none of them changes afterwards."""
+class CheckedScheduler(Scheduler):
+    """Counts its steps, and scores prompts, as an engine does. It checks each batch that it
+    schedules, and that none of them changes afterwards."""
 
     has_decoded = False  # whether a static batch has
+
+    def observe(self, engine: Engine) -> None:
+        self.guards, self.metrics, self.logprobs = Guards(), Metrics(lambda: 1.0), Logprobs()
+        self.guards.engine = engine
+        self.metrics.begin(engine)
+        self.scheduled: list[tuple[Batch, list]] = []
+
+    counters = property(lambda self: self.metrics.counters)
+
+    def add(self, seq: Sequence) -> None:
+        for feature in (self.guards, self.metrics, self.logprobs):
+            feature.enter([seq, *seq.forks], SimpleNamespace(tokenizer=None))
+        self.enqueue(seq)
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list:
+        taken = super().postprocess(batch, token_ids)
+        self.metrics.done(SimpleNamespace(batch=batch, done=1.0), taken)
+        return taken
 
     def schedule(self) -> Batch:
         running, waiting = list(self.running), list(self.waiting)
         decodes = [seq for seq in running if seq.num_uncomputed_tokens == 1]
-        num_steps = self.counters["num_steps"]
         batch = super().schedule()
-        assert self.counters["num_steps"] == num_steps + bool(batch.sequences)
-        if not batch.sequences:
+        if not batch:
             assert any(seq.num_uncomputed_tokens == 0 for seq in [*self.running, *self.waiting])
-            self.counters["empty_batches"] += 1
             return batch
+        self.metrics.scheduled(batch)
+        self.logprobs.scheduled(batch)
         self.check_batch(batch, running, waiting)
         self.check_decodes(batch, decodes)
         self.scheduled.append((batch, contents(batch)))
@@ -339,10 +301,13 @@ def make_engine(cache: ShadowCache, num_blocks, max_num_seqs, max_num_batched_to
     runner = ShadowRunner(cache, num_blocks, num_host_blocks, max_model_len, max_num_seqs)
     engine = engine_of(config, runner, Features())
     engine.scheduler.__class__ = CheckedScheduler
-    engine.scheduler.observe()
+    engine.scheduler.observe(engine)
     engine.add = engine.scheduler.add
-    engine.scheduler.scheduled = []
     return engine
+
+
+def make_scheduler(num_blocks, block_size, *sizes, **options) -> CheckedScheduler:
+    return make_engine(ShadowCache(block_size), num_blocks, *sizes, **options).scheduler
 
 
 class Call:
@@ -465,6 +430,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
         rng.choice(calls).take_turn(calls)
         num_turns += 1
         assert all(seq.token_ids[-1] >= 0 for seq in everyone)
+        assert engine.config.run_ahead or not engine.in_flight
         check_blocks(scheduler)
         assert num_turns < 1500, "a deadlock, or a livelock"
     scheduler.check_scheduled()
@@ -523,15 +489,16 @@ def test_searches_always_go_on():
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
 def test_the_blocks_of_a_sequence_that_fails_are_forgotten(max_tokens):
-    """Its K and V may be NaN. Those of others stay."""
+    """Its K and V may be NaN. Those of others stay, but for what a fork has from its parent."""
     scheduler = make_scheduler(10, 128, 4, 1000)
     manager = scheduler.block_manager
-    good, bad = make_sequence([1] * 300, max_tokens), make_sequence([2] * 300, max_tokens)
-    for seq in (good, bad):
+    good, parent = make_sequence([1] * 300, max_tokens), make_sequence([2] * 300, max_tokens, n=2)
+    (bad,) = parent.forks
+    for seq in (good, parent):
         scheduler.add(seq)
     batch = scheduler.schedule()
     assert len(manager.hash_of_block) == 4
-    scheduler.postprocess(batch, [3, NO_TOKEN])
+    scheduler.postprocess(batch, [3, NO_TOKEN, 3])
     check_blocks(scheduler)
     assert [bad.finish_reason, len(bad.token_ids)] == ["error", 300]
     assert {tokens for _, tokens in manager.blocks_by_hash} == {array("i", [1] * 128).tobytes()}
@@ -555,25 +522,6 @@ def test_a_request_that_could_never_fit_is_refused_with_the_numbers():
         run_to_end(scheduler)
 
 
-def test_mixed_decodes_of_forks_do_not_wait_behind_a_prompt_in_chunks():
-    scheduler = make_scheduler(40, 4, 8, 8, scheduling="mixed")
-    several, long = make_sequence([1, 2, 3], 30, n=3), make_sequence([2] * 40, 2)
-    completions = [several, *several.forks]
-    scheduler.add(several)
-    scheduler.add(long)
-    batch = scheduler.schedule()
-    assert batch.sequences == [several, long] and batch.num_tokens == [3, 5]
-    scheduler.postprocess(batch, [1, 2, 3])
-    assert list(scheduler.running)[:2] == [several, long], "its forks are behind the prompt"
-    assert set(scheduler.running) == {long, *completions}
-    for step in range(7):
-        batch = scheduler.schedule()
-        assert set(batch.sequences[:3]) == set(completions) and batch.sequences[3:] == [long]
-        assert batch.num_tokens == [1, 1, 1, 5]
-        scheduler.postprocess(batch, [1] * len(batch.sampled))
-        assert [seq.num_tokens for seq in completions] == [5 + step] * 3
-
-
 def test_prefill_first_chunks_a_prompt_before_anybody_decodes():
     scheduler = make_scheduler(40, 4, 4, 8)
     first, second = make_sequence([1, 2, 3], 20), make_sequence([2] * 20, 2)
@@ -587,20 +535,9 @@ def test_prefill_first_chunks_a_prompt_before_anybody_decodes():
     assert [batch.num_tokens for batch in batches] == [[8], [8], [4], [1, 1]]
 
 
-def test_cached_tokens_do_not_count_against_the_budget():
-    scheduler = make_scheduler(40, 4, 4, 8)
-    prompt = [1, 2, 3, 1, 3, 2, 1, 1, 2]
-    scheduler.add(make_sequence(prompt, 1))
-    run_to_end(scheduler)
-    both = [make_sequence(prompt, 1), make_sequence([3] + prompt[:6], 1)]
-    for seq in both:
-        scheduler.add(seq)
-    batch = scheduler.schedule()
-    assert batch.sequences == both and batch.num_tokens == [1, 7]
-
-
 def test_identical_prompts_in_one_step_are_computed_once():
-    scheduler = make_scheduler(40, 4, 4, 100)
+    """And tokens from the cache do not count against the budget."""
+    scheduler = make_scheduler(40, 4, 4, 21)
     prompts = [make_sequence([1, 2, 3] * 5, 3) for _ in range(3)]
     for seq in prompts:
         scheduler.add(seq)
@@ -615,14 +552,10 @@ def test_identical_prompts_in_one_step_are_computed_once():
 
 def test_completions_share_the_prompt_even_where_they_end_at_once(monkeypatch):
     scheduler = make_scheduler(9, 4, 4, 100)
-    num_shared = []
     allocate = scheduler.block_manager.allocate
-
-    def counted(*seqs):
-        num_shared.append(allocate(*seqs))
-        return num_shared[-1]
-
-    monkeypatch.setattr(scheduler.block_manager, "allocate", counted)
+    num_shared: list[int] = []
+    monkeypatch.setattr(scheduler.block_manager, "allocate",
+                        lambda *seqs: num_shared.append(allocate(*seqs)) or num_shared[-1])
     first = make_sequence([1, 2, 3, 1, 2, 3, 1, 2, 3], 1, n=3)
     forks = first.forks
     scheduler.add(first)
@@ -646,33 +579,3 @@ def test_completions_that_find_no_room_wait_before_all_others():
     scheduler.add(last)
     scheduler.postprocess(batch, [1] * len(batch.sampled))
     assert set(scheduler.waiting) == {*forks, last} and scheduler.waiting[-1] is last
-
-
-def run_reserved(max_tokens: list[int], **policies) -> list[int]:
-    """Runs prompts of 5 tokens in 36 slots, the others after the first; which were preempted."""
-    engine = make_engine(ShadowCache(4), 9, 4, 100, max_model_len=36, **policies)
-    sequences = [make_sequence([number + 1] * 5, number_of_tokens)
-                 for number, number_of_tokens in enumerate(max_tokens)]
-    for seq in sequences:
-        seq.end_tokens = {}
-        engine.add(seq)
-        engine.step()
-    while engine.has_unfinished():
-        engine.step()
-        check_blocks(engine.scheduler)
-    assert [seq.num_tokens for seq in sequences] == [5 + count for count in max_tokens]
-    return [sequences.index(seq) for batch, _ in engine.scheduler.scheduled
-            for seq, *_ in batch.preempted]
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("scheduling", ["prefill-first", "mixed", "static"])
-def test_only_sequences_that_hold_too_little_are_preempted_for_want_of_blocks(
-        scheduling, run_ahead):
-    options = dict(scheduling=scheduling, run_ahead=run_ahead)
-    for mode in ("recompute", "swap"):
-        for kv_allocation in ("reserve", "max-length"):
-            assert run_reserved([20, 20, 20], kv_allocation=kv_allocation, preemption_mode=mode,
-                                **options) == []
-        assert run_reserved([20, 20, 20], kv_allocation="on-demand", preemption_mode=mode,
-                            **options) != []

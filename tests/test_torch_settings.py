@@ -47,17 +47,6 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager:
     return changed(torch.set_default_dtype, torch.get_default_dtype, dtype)
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Deterministic algorithms also fill new memory with NaN."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 SETTINGS = {
     "nothing": nullcontext,
     "bfloat16": lambda: default_dtype(torch.bfloat16),
@@ -70,7 +59,9 @@ SETTINGS = {
     "inference": torch.inference_mode,
     "anomalies": torch.autograd.detect_anomaly,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "deterministic": deterministic,
+    # which also fill new memory with NaN
+    "deterministic": lambda: changed(torch.use_deterministic_algorithms,
+                                     torch.are_deterministic_algorithms_enabled, True),
     "one thread": lambda: changed(torch.set_num_threads, torch.get_num_threads, 1),
     "three threads": lambda: changed(torch.set_num_threads, torch.get_num_threads, 3)}
 

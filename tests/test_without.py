@@ -6,11 +6,10 @@ import json
 import re
 import subprocess
 import sys
-from importlib.machinery import PathFinder
 from typing import Any
 
 import pytest
-from conftest import ROOT, packages_imported_by, random_prompts, slow
+from conftest import ROOT, random_prompts, slow
 from forks import run_in_fork
 
 from nanoengine import LLM, SamplingParams
@@ -248,17 +247,6 @@ def test_a_missing_package(tiny, missing):
         assert module is None or module in lines, log
     named = {PACKAGES[name][0] for name in missing}
     assert {*lines} - {"nanoengine_extras.running.strict"} <= named
-
-
-def test_no_folder_of_the_tests_looks_like_a_package():
-    """pytest puts the folders of tests on Python's path, where a folder is an empty package."""
-    patterns = ("bench.py", "nanoengine/*.py", "nanoengine_extras/*/*.py", "docs/examples/*.py")
-    files = [file for pattern in patterns for file in ROOT.glob(pattern)]
-    packages = set().union(*map(packages_imported_by, files)) | {"triton", "flash_attn", "vllm"}
-    assert {"torch", "triton", "numba", "transformers"} <= packages
-    on_path = [ROOT / "tests", *(path for path in (ROOT / "tests").iterdir() if path.is_dir())]
-    found = {name for name in packages if PathFinder.find_spec(name, [*map(str, on_path)])}
-    assert not found
 
 
 # ----------------------------------------------------------------- without what Linux has
