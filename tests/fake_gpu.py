@@ -1012,7 +1012,7 @@ def heads_kernel(qkv: Tensor, query_norm: Any, key_norm: Any, eps: float, angles
     query, key, value = qkv.split([qkv.shape[1] - 2 * num_keys, num_keys, num_keys], dim=1)
     if query_norm is not None:
         query, key = (model.rms_norm(query, query_norm, eps), model.rms_norm(key, key_norm, eps))
-    cos, sin = angles.view(2, len(qkv), 1, -1)
+    cos, sin = angles.view(2, len(qkv), 1, angles.shape[-1])
     cache.flatten(1, 2)[:, slots] = torch.stack((model.rotate(key, cos, sin), value))
     return model.rotate(query, cos, sin)
 
