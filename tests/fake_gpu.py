@@ -653,6 +653,10 @@ class FakeGpu:
             for transfer in done:
                 transfer.land()
 
+    def synchronize(self, device: Any = None) -> None:
+        """What `torch.cuda.synchronize` does."""
+        self.read_on_host("synchronize")
+
     @contextmanager
     def capture(self, graph: "FakeGraph", pool: Any = None, stream: Any = None,
                 capture_error_mode: str = "global") -> Iterator[None]:
@@ -1118,6 +1122,7 @@ def replacements(gpu: FakeGpu) -> list[tuple[Any, str, Any]]:
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "get_device_capability", lambda device=None: gpu.capability),
         (torch.cuda, "mem_get_info", lambda device=None: (gpu.num_bytes, gpu.num_bytes)),
+        (torch.cuda, "synchronize", gpu.synchronize),
         # a fake tensor cannot take the data of another one
         (torch.__future__, "_overwrite_module_params_on_conversion", True),
         (torch.cuda, "get_sync_debug_mode", lambda: gpu.sync_debug_mode),
