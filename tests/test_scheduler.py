@@ -418,6 +418,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
             victim = rng.choice([*scheduler.waiting, *scheduler.running])
             aborted.add(victim.request_id)
             abort_sequences(engine, {victim.request_id})
+            assert scheduler.has_unfinished() or not engine.in_flight
             if not engine.in_flight:
                 engine.runner.in_flight.clear()
             if victim.request_id in searches:
