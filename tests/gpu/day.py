@@ -20,7 +20,6 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +29,9 @@ OUT = Path(os.environ.get("OUT", "/tmp/day"))
 REHEARSAL = bool(os.environ.get("REHEARSAL"))
 # seconds of each call at most, all steps together
 SECONDS = {"call1": 235, "call2": 560}
+# output tokens a second of steps of call 2; figures.py says what single kernels should take
+PREDICTED = {"ours": "23,130, or 1.22 of nano-vllm", "unordered": "22,580", "top-p": "21,200",
+             "batch-1": "950", "batch-1-cublas": "600"}
 
 
 class Step(NamedTuple):
@@ -56,13 +58,7 @@ def script(name: str, *arguments: str) -> list[str]:
     return python(str(FOLDER / name), *arguments)
 
 
-def ours(name: str, limit: float, *arguments: str) -> Step:
-    """Times this engine as nano-vllm's benchmark does."""
-    return Step(name, limit, script("beside_nano.py", "ours", *arguments))
-
-
-NANO = script("beside_nano.py", "nano")
-ONE = "--num-seqs", "1", "--output", "512"
+BESIDE = "beside_nano.py"
 KERNELS = "tests/gpu_kernels/interpreted.py"
 CALL1 = [
     [Step("flash", 60, python(".fa/check_flash_attn.py"), ".fa/check_flash_attn.py"),
@@ -82,25 +78,28 @@ CALL1 = [
                               " and False"))],
     [Step("bench", 60, python("bench.py", "--config", "qwen3-0.6b", "--max-model-len", "4096",
                               "--json", str(OUT / "bench.json")))]]
-CALL2 = [[step] for step in (
-    Step("make-weights", 30, script("beside_nano.py", "make")),
-    Step("figures", 75, script("figures.py")),
-    Step("kernels-of-steps", 45, script("kernels_of_steps.py")),
-    ours("ours", 55, "--repeat", "2"),
-    Step("nano-vllm", 100, [*NANO, "--repeat", "2"], ".nano"),
-    ours("ours-again", 45),
-    ours("unordered", 45, "--ordered", "0"),
-    ours("batch-1", 35, *ONE),
-    ours("batch-1-cublas", 35, *ONE, "--few-rows", "0"),
+CALL2 = [
+    [Step("make-weights", 30, script(BESIDE, "make"))],
+    [Step("figures", 75, script("figures.py"))],
+    [Step("kernels-of-steps", 45, script("kernels_of_steps.py"))],
+    [Step("ours", 55, script(BESIDE, "ours", "--repeat", "2"))],
+    [Step("nano-vllm", 100, script(BESIDE, "nano", "--repeat", "2"), ".nano")],
+    [Step("ours-again", 45, script(BESIDE, "ours"))],
+    [Step("unordered", 45, script(BESIDE, "ours", "--ordered", "0"))],
+    [Step("batch-1", 35, script(BESIDE, "ours", "--num-seqs", "1", "--output", "512"))],
+    [Step("batch-1-cublas", 35, script(BESIDE, "ours", "--num-seqs", "1", "--output", "512",
+                                       "--few-rows", "0"))],
     # flash-attn splits keys by the width of the block table, and not by the lengths
-    ours("batch-1-wide", 35, *ONE, "--max-model-len", "40960"),
-    Step("nano-batch-1", 60, [*NANO, *ONE], ".nano"),
-    ours("no-run-ahead", 45, "--run-ahead", "0"),
-    ours("triton", 45, "--backend", "triton"),
-    ours("eager", 50, "--eager", "1"),
-    ours("top-p", 45, "--top-k", "20", "--top-p", "0.95"),
-    ours("of-transformers", 50, "--model-impl", "transformers"),
-    Step("shape-06b", 60, tests("06b_shape or leave_nothing and True")))]
+    [Step("batch-1-wide", 35, script(BESIDE, "ours", "--num-seqs", "1", "--output", "512",
+                                     "--max-model-len", "40960"))],
+    [Step("nano-batch-1", 60, script(BESIDE, "nano", "--num-seqs", "1", "--output", "512"),
+          ".nano")],
+    [Step("no-run-ahead", 45, script(BESIDE, "ours", "--run-ahead", "0"))],
+    [Step("triton", 45, script(BESIDE, "ours", "--backend", "triton"))],
+    [Step("eager", 50, script(BESIDE, "ours", "--eager", "1"))],
+    [Step("top-p", 45, script(BESIDE, "ours", "--top-k", "20", "--top-p", "0.95"))],
+    [Step("of-transformers", 50, script(BESIDE, "ours", "--model-impl", "transformers"))],
+    [Step("shape-06b", 60, tests("06b_shape or leave_nothing and True"))]]
 
 
 def rehearsed(step: Step) -> Step:
@@ -138,32 +137,35 @@ class Day:
         self.table: list[tuple[str, str, float, str]] = []
 
     def run_phase(self, steps: list[Step]) -> None:
-        with ThreadPoolExecutor(len(steps)) as pool:
-            for done in [pool.submit(self.run, step, len(steps) == 1) for step in steps]:
-                done.result()
+        running = []
+        for step in steps:
+            limit = min(step.limit, self.seconds - (time.monotonic() - self.began) - 6)
+            if step.needed and not (ROOT / step.needed).exists():
+                self.table.append((step.name, "not here", 0, f"without {step.needed}"))
+            # what would not come to its end leaves its time to the next step
+            elif limit < max(min(10, step.limit), 0.6 * step.limit):
+                self.table.append((step.name, "no time", 0, ""))
+            else:
+                running.append((step, limit, *self.start(step, is_alone=len(steps) == 1)))
+        while running:
+            time.sleep(0.1)
+            for each in [*running]:
+                step, limit, process, log, began = each
+                seconds = time.monotonic() - began
+                status = process.poll()
+                if status is None and seconds > limit:
+                    status = end(process)
+                if status is not None:
+                    running.remove(each)
+                    self.report(step.name, status, seconds, log.read_text(errors="replace"))
 
-    def run(self, step: Step, is_alone: bool) -> None:
-        limit = min(step.limit, self.seconds - (time.monotonic() - self.began) - 6)
-        if step.needed and not (ROOT / step.needed).exists():
-            self.table.append((step.name, "not here", 0, f"without {step.needed}"))
-            return
-        # what would not come to its end leaves its time to the next step
-        if limit < max(min(10, step.limit), 0.6 * step.limit):
-            self.table.append((step.name, "no time", 0, ""))
-            return
+    def start(self, step: Step, is_alone: bool) -> tuple[subprocess.Popen, Path, float]:
         log = self.logs / f"{step.name}.log"
         shared = {} if is_alone and not REHEARSAL else {"SHARED_GPU": "1"}
-        began = time.monotonic()
         process = subprocess.Popen(
             step.command, cwd=ROOT, env=os.environ | shared, stdin=subprocess.DEVNULL,
             stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True)
-        status: int | str = "limit"
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            # and all that it has started
-            os.killpg(process.pid, signal.SIGKILL)
-        self.report(step.name, status, time.monotonic() - began, log.read_text(errors="replace"))
+        return process, log, time.monotonic()
 
     def report(self, name: str, status: int | str, seconds: float, text: str) -> None:
         """Prints what a step has found, and adds a row to the table."""
@@ -177,14 +179,15 @@ class Day:
                               if line.strip().startswith(names))
         if name == "flash":
             found = f"{text.count(chr(10) + 'ok ')} ok, {text.count(chr(10) + 'FAIL')} FAIL"
-        result = "ok" if status == 0 else f"rc {status}"
-        self.table.append((name, result, seconds, found))
+        if name in PREDICTED:
+            found += f"; predicted {PREDICTED[name]}"
+        self.table.append((name, "ok" if status == 0 else f"rc {status}", seconds, found))
+        print(f"-- {name}: {self.table[-1][1]} after {seconds:.0f} s: {found}")
         shown = figures
         if status != 0:
             failed = [line for line in lines if re.match(r"(FAILED|ERROR|FAIL |E  )", line)]
             shown = [*failed[:14], "…", *lines[-12:]]
-        print(f"-- {name}: {result} after {seconds:.0f} s: {found}",
-              *(f"   {line[:240]}" for line in shown), sep="\n", flush=True)
+        print("\n".join(f"   {line[:240]}" for line in shown), flush=True)
 
     def finish(self) -> None:
         """Prints the table, last of all; keeps it and all logs."""
@@ -193,8 +196,23 @@ class Day:
         text = [f"-- {self.call}: {time.monotonic() - self.began:.0f} s --"]
         text += [f"{name:14} {status:9} {seconds:4.0f} s  {found}"
                  for name, status, seconds, found in self.table]
+        rates = {name: float(match[1]) for name, *_, found in self.table
+                 if (match := re.search(r"([\d.]+) output tokens/s", found))}
+        text += [f"{name} / nano-vllm: {rates[name] / rates['nano-vllm']:.3f}"
+                 for name in ("ours", "ours-again") if {name, "nano-vllm"} <= rates.keys()]
         (OUT / "summary.txt").write_text("\n".join(text) + "\n")
         print("\n".join(["", *text]), flush=True)
+
+
+def end(process: subprocess.Popen) -> str:
+    """Kills a step and all that it has started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        # it hangs in the driver of the GPU
+        pass
+    return "limit"
 
 
 def set_environment() -> None:
