@@ -115,6 +115,7 @@ def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(make_llm):
         ([[True]], GREEDY, "token id True is out of vocabulary"),
         ([True], GREEDY, "token id True is out of vocabulary"),
         ({"prompt_token_ids": [5, False]}, GREEDY, "token id False is out of vocabulary"),
+        ({"prompt_token_ids": [5], "prompt": 5}, GREEDY, "prompts.0.=.* is not accepted"),
         ([[1.5]], GREEDY, "token id 1.5 is out of vocabulary"),
         ([[np.float64(5)]], GREEDY, "token id .*5.0.* is out of vocabulary"),
         ([[1, "5"]], GREEDY, "token id '5' is out of vocabulary"),

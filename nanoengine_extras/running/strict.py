@@ -226,8 +226,9 @@ def check_prompt(name: str, prompt: Any) -> None:
     given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     given = prompt if isinstance(prompt, dict) else given
     token_ids = given.get("prompt_token_ids")
-    has_text = token_ids is None and isinstance(given.get("prompt"), str)
-    is_known = given.keys() <= {"prompt", "prompt_token_ids"}
+    text = given.get("prompt")
+    has_text = token_ids is None and isinstance(text, str)
+    is_known = given.keys() <= {"prompt", "prompt_token_ids"} and isinstance(text, str | None)
     if not is_known or not (has_text or isinstance(token_ids, (list, tuple))):
         chats = "; messages are for chat" if "role" in given else ""
         raise rejected(name, prompt, FORMS + chats)

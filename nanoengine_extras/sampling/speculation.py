@@ -117,8 +117,9 @@ class PromptLookup:
         end = next((end for end in ends if end in self.seen), ())
         self.kind = len(end)
         found, place = self.seen.get(end, ([], 0))
-        # `cycle`, since a repetition never ends
-        return cycle(found[place:place + 32])
+        # The text of a call that was interrupted can end with the mark of a token not yet drawn.
+        # `cycle`, since a repetition never ends.
+        return cycle(token_id for token_id in found[place:place + 32] if token_id >= 0)
 
 
 # functions from a sequence to a guess of its next tokens, of any length

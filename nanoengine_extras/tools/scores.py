@@ -97,8 +97,8 @@ def texts_of(inputs: InputProcessor, group: str, prompt: Any,
             if isinstance(continuation, str):
                 added = tokens_after(inputs.get_tokenizer(), before or "\n", continuation)
             else:
-                if any(isinstance(each, bool) for each in continuation):
-                    raise TypeError("a token id is a number")
+                if not isinstance(continuation, (list, tuple)) or bool in map(type, continuation):
+                    raise TypeError("token ids are numbers in a list or a tuple")
                 added = [*map(index, continuation)]
         if not added:
             raise rejected(name, continuation, "one that adds a token to its prompt")

@@ -140,7 +140,7 @@ BAD = [
 BAD_CHATS = [
     ({"add_special_tokens": True}, "add_special_tokens", "omit it"),
     *(({"messages": each}, "messages", "") for each in (
-        None, [], "x", ["x"], [[], []], [{"content": "x"}])),
+        None, [], "x", ["x"], [[], []], [{"content": "x"}], [{"role": 5, "content": "x"}])),
     (chat(5), "messages", "content="), (chat([{"type": "image_url"}]), "messages", "content="),
     ({"max_completion_tokens": -1}, "max_completion_tokens", "max_tokens=-1"),
     ({"max_completion_token": 1}, "max_completion_token", "nearest is max_completion_tokens"),
@@ -153,6 +153,8 @@ BAD_CHATS = [
     ({"chat_template_kwargs": 5, "reasoning_effort": "low"}, "chat_template_kwargs", "=5"),
     *(({"chat_template": each}, "chat_template", "") for each in ("{% x %}", 5)),
     ({"continue_final_message": True}, "continue_final_message", ""),
+    *(({name: "false"}, name, "True or False")
+      for name in ("continue_final_message", "add_generation_prompt")),
     ({"tool_choice": "auto"}, "tool_choice", ""), ({"tools": [5]}, "tools", "")]
 
 

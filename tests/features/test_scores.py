@@ -205,7 +205,8 @@ def test_forms(llm):
     ("The", [5], r"continuations\[0\]=5 is not accepted: it must be a string or a list of token"),
     ("The", [["a"]], r"continuations\[0\]=\['a'\] is not accepted"),
     ("The", [[7], [True, 7]], r"continuations\[1\]=\[True, 7\] is not accepted"),
-    ("The", [None], r"continuations\[0\]=None is not accepted"),
+    *(("The", [each], r"continuations\[0\]=.* is not accepted")
+      for each in (None, b"a", {7}, {7: 8}, torch.tensor([7]))),
     ("The", None, "continuations=None is not accepted"),
     (["The"], [], r"continuations=\[\] is not accepted: .*, for each prompt$"),
     (["The"], ["a"], r"continuations=\['a'\] is not accepted: .*, for each prompt$"),

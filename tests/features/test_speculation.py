@@ -613,6 +613,9 @@ def test_prompt_lookup_also_looks_in_other_texts_and_forgets_the_oldest():
     first = make_sequence([5, 6, 7, 8, 9], 9)
     first_guesses(lookup, first)
     assert first_guesses(lookup, make_sequence([6, 7], 9)) == [8, 9, 8, 9]
+    # its call was interrupted before the last token was drawn
+    first_guesses(lookup, make_sequence([1, 2, 3, 4, -1], 9))
+    assert first_guesses(lookup, make_sequence([1, 2], 9)) == [3, 4, 3, 4]
     rng = random.Random(0)
     for _ in range(50):
         first_guesses(lookup, make_sequence(rng.choices(range(10, 10**6), k=1000), 9))

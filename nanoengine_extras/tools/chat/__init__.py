@@ -80,6 +80,9 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
     options = dict(chat_template=chat_template, tools=tools, documents=None,
                    add_generation_prompt=add_generation_prompt,
                    continue_final_message=continue_final_message) | further
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if not isinstance(options[name], bool):
+            raise rejected(name, options[name], "True or False")
     if options["continue_final_message"] and options["add_generation_prompt"]:
         raise rejected("continue_final_message", options["continue_final_message"],
                        "False, or used with add_generation_prompt=False")
@@ -110,7 +113,7 @@ def render(inputs: InputProcessor, messages: Any, *, chat_template: str | None =
 def is_chat(messages: Any) -> bool:
     """Returns whether this is one conversation."""
     return isinstance(messages, list) and len(messages) > 0 and all(
-        isinstance(message, dict) and "role" in message for message in messages)
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
 
 
 def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
