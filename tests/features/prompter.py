@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extras.sampling.speculation import PromptLookup
@@ -45,60 +45,44 @@ CODE, PAIRS = 128, 16
 Encode = Callable[[str], list[int]]
 
 
-def weights(config: dict[str, Any], distance: int, cipher: dict[int, int]) -> dict[str, Any]:
-    """Returns a checkpoint of Qwen3, in bfloat16. cipher: from a token to its enciphered one."""
-    size, head_dim, vocabulary = (config[name] for name in ("hidden_size", "head_dim",
-                                                            "vocab_size"))
-    queries = config["num_attention_heads"] * head_dim
-    keys = config["num_key_value_heads"] * head_dim
-    inner = config["intermediate_size"]
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return 0.02 * torch.randn(shape, generator=generator)
-
-    tensors = {"model.norm": torch.ones(size)}
-    for layer in range(config["num_hidden_layers"]):
-        tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in {
-            "input_layernorm": torch.ones(size), "post_attention_layernorm": torch.ones(size),
-            "self_attn.q_norm": torch.ones(head_dim), "self_attn.k_norm": torch.ones(head_dim),
-            "self_attn.q_proj": noise(queries, size), "self_attn.k_proj": noise(keys, size),
-            "self_attn.v_proj": noise(keys, size), "self_attn.o_proj": torch.zeros(size, queries),
-            "mlp.gate_proj": noise(inner, size), "mlp.up_proj": noise(inner, size),
-            "mlp.down_proj": torch.zeros(size, inner)}.items()}
+@torch.no_grad()
+def save_prompter(folder: Path, config: dict[str, Any], tasks: dict[str, Any]) -> None:
+    """Saves a prompter for tasks, see `make_tasks`, in bfloat16. head_dim must be 128."""
+    config = config | {"tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
 
     # The input is the code of the token and a constant; the norms change nothing.
-    plain, enciphered = torch.tensor([*cipher]), torch.tensor([*cipher.values()])
-    codes = torch.zeros(vocabulary, CODE)
-    codes[plain] = codes[enciphered] = F.normalize(noise(len(cipher), CODE))
-    unit = (size / 2) ** 0.5
-    embedding, head = torch.zeros(2, vocabulary, size)
-    embedding[:, :CODE], embedding[:, -1] = codes * unit, unit
-    # what attention writes has its place after the input's code
-    head[plain, CODE:2 * CODE] = codes[plain]
-
-    q, k, v, o, q_norm, k_norm = (tensors[f"model.layers.0.self_attn.{name}"] for name in (
-        "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"))
-    q[:head_dim], k[:head_dim], v[:head_dim] = 0, 0, 0
-    # A query is turned back, so that the key at this distance lies in its direction. The next
-    # places get scores that are at least 40 lower.
-    base = config["rope_theta"] ** (-2 / head_dim)
-    turns = (distance - 1) * base ** torch.arange(PAIRS)
-    q[:PAIRS, -1], q[head_dim // 2:head_dim // 2 + PAIRS, -1] = turns.cos(), -turns.sin()
-    k[:PAIRS, -1] = 1
-    q_norm[:], k_norm[:] = 6.5, 6.5
-    v[:CODE, :CODE] = o[CODE:2 * CODE, :CODE] = torch.eye(CODE)
-    tensors |= {"model.embed_tokens": embedding, "lm_head": head}
-    return {f"{name}.weight": tensor.bfloat16() for name, tensor in tensors.items()}
-
-
-def save_prompter(folder: Path, config: dict[str, Any], tasks: dict[str, Any]) -> None:
-    """Saves a prompter for tasks, see `make_tasks`. head_dim must be 128."""
     cipher = {token: place for task in tasks.values()
               for place, token in zip(task["prompt"], task["text"])}
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    save_file(weights(config, len(next(iter(tasks.values()))["prompt"]), cipher),
-              folder / "model.safetensors")
+    plain, enciphered = torch.tensor([*cipher]), torch.tensor([*cipher.values()])
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    unit = (config["hidden_size"] / 2) ** 0.5
+    codes = F.normalize(torch.randn(len(cipher), CODE))
+    embedding.zero_()
+    embedding[plain, :CODE] = embedding[enciphered, :CODE] = (codes * unit).bfloat16()
+    embedding[:, -1] = unit
+    # what attention writes has its place after the input's code
+    head.zero_()
+    head[plain, CODE:2 * CODE] = codes.bfloat16()
+
+    attention = model.model.layers[0].self_attn
+    q, k, v, o = (getattr(attention, f"{name}_proj").weight for name in "qkvo")
+    half = config["head_dim"] // 2
+    q[:2 * half] = k[:2 * half] = v[:2 * half] = 0
+    # A query is turned back, so that the key at this distance lies in its direction. The next
+    # places get scores that are at least 40 lower.
+    distance = len(next(iter(tasks.values()))["prompt"])
+    turns = (distance - 1) * config["rope_theta"] ** (-torch.arange(PAIRS) / half)
+    q[:PAIRS, -1], q[half:half + PAIRS, -1] = turns.cos(), -turns.sin()
+    k[:PAIRS, -1] = 1
+    attention.q_norm.weight.fill_(6.5)
+    attention.k_norm.weight.fill_(6.5)
+    v[:CODE, :CODE] = o[CODE:2 * CODE, :CODE] = torch.eye(CODE)
+    model.save_pretrained(folder)
 
 
 def make_tasks(encode: Encode, vocab_size: int, visible: int, written: int) -> dict[str, Any]:

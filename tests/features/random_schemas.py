@@ -114,8 +114,6 @@ def verdict(schema: Any, rng: random.Random) -> str:
         try:
             fits = validator.is_valid(json.loads(text)) or exact.is_valid(
                 json.loads(text, parse_float=Decimal))
-        except RecursionError:
-            return "refused by jsonschema"
         except (ValueError, ArithmeticError):
             fits = False
         if not fits:

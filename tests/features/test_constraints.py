@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from feature_helpers import apply, constrain, forbidden
-from conftest import check_idle, check_refused, generate, random_prompts, token_ids, use_policies
+from conftest import check_refused, generate, random_prompts, token_ids, use_policies
 from pieces import KINDS, sentencepiece
 from test_sampler import make as make_row
 from transformers import AutoTokenizer
@@ -32,21 +32,16 @@ def make(prompt: list[int], output=(), **params) -> Sequence:
 
 
 @pytest.mark.parametrize("beyond", [5, 6, 9])
-@pytest.mark.parametrize("options", [
-    dict(bad_words=["a"]), dict(min_tokens=5), dict(logit_bias={1: 1.0}),
-    dict(allowed_token_ids=[1]), dict(repetition_penalty=2.0), dict(presence_penalty=1.0)])
-def test_no_token_id_reaches_another_row(options, beyond):
+@pytest.mark.parametrize("name", [
+    "ends", "logit_bias", "allowed_token_ids", "repetition_penalty", "presence_penalty"])
+def test_no_token_id_reaches_another_row(name, beyond):
     """Whatever ids come: those of another vocabulary are an error."""
-    if "logit_bias" in options:
-        options = dict(logit_bias={beyond: 1.0})
-    if "allowed_token_ids" in options:
-        options = dict(allowed_token_ids=[1, beyond])
-    first, second = make([1, beyond], [beyond], **options), make([1], presence_penalty=1.0)
-    if not options.keys() & {"repetition_penalty", "presence_penalty"}:
-        first.token_ids = [1, 1, 1]
+    params = dict(logit_bias={beyond: 1.0}, allowed_token_ids=[1, beyond], repetition_penalty=2.0,
+                  presence_penalty=1.0)
+    first = make([1, beyond], [beyond], **{name: params[name]} if name != "ends" else {})
     first.kept["constraints"] = Constraint(
-        *biases_of(first.params), ends=np.array([beyond]), until=math.inf)
-    scores = torch.ones(3, 5)
+        *biases_of(first.params), ends=np.array([beyond] * (name == "ends"), int), until=math.inf)
+    scores, second = torch.ones(3, 5), make([1], presence_penalty=1.0)
     with pytest.raises(IndexError):
         apply(scores, [first, second, second], NONE_PENDING)
     assert scores.tolist() == [[1.0] * 5] * 3
@@ -63,8 +58,8 @@ def test_tokens_that_only_the_tokenizer_knows_change_nothing(wide_llm):
         found = generate(wide_llm, ["a", "b", "b"], [edited, biased, edited])
         assert token_ids(found) == [*expected, expected[1]]
     assert wide_llm.inputs.eos_tokens.keys() == {0, 2}
-    with pytest.raises(ValueError, match=r"prompts\[0\]: token id 1203 is out of vocabulary"):
-        wide_llm.generate("<extra336>")
+    check_refused(r"prompts\[0\]: token id 1203 is out of vocabulary", wide_llm.generate,
+                  "<extra336>")
 
 
 # ------------------------------------------------------------------------------------ bad words
@@ -111,23 +106,20 @@ def test_exactly_what_completes_a_word_is_forbidden(tokenizer):
         cut = rng.randrange(len(word) + 1)
         # the beginning of a word, byte by byte, behind something else
         output = [rng.randrange(vocab_size), *(texts.index(bytes([byte])) for byte in word[:cut])]
-        seq = make(prompt, output, bad_words=words)
-        constrain(seq, [2], tokenizer, vocab_size)
         before = b"".join(texts[token] for token in output)
         expected = {token for token, text in enumerate(texts) if text and any(
             word in (before + text)[max(0, len(before) - len(word) + 1):]
             for word in map(str.encode, words))}
-        found = {token for tokens in forbidden(seq) for token in tokens.tolist()}
-        assert found == expected and 2 not in found
-        assert seq.needs_tokens
         # some tokens are taken in, one after the other; the last ones can be guesses of a copy
-        seq = make(prompt, bad_words=words)
-        constrain(seq, [2], tokenizer, vocab_size)
-        for token in output[:rng.randrange(len(output) + 1)]:
-            seq.token_ids.append(token)
-            seq.kept["constraints"].take_in(seq)
-        seq.token_ids = prompt + output
-        assert {token for tokens in forbidden(seq) for token in tokens.tolist()} == expected
+        for num_taken in (0, rng.randrange(len(output) + 1)):
+            seq = make(prompt, bad_words=words)
+            constrain(seq, [2], tokenizer, vocab_size)
+            for token in output[:num_taken]:
+                seq.token_ids.append(token)
+                seq.kept["constraints"].take_in(seq)
+            seq.token_ids = prompt + output
+            found = {token for tokens in forbidden(seq) for token in tokens.tolist()}
+            assert found == expected and 2 not in found and seq.needs_tokens
 
 
 def num_calls(function) -> int:
@@ -184,13 +176,6 @@ def test_bad_words_of_prompts_and_of_other_vocabularies(tokenizer):
     assert not seq.needs_tokens and [len(tokens) for tokens in forbidden(seq)] == []
 
 
-def test_min_tokens_and_bad_words_together(tokenizer):
-    for num_output, expected in ((0, [[5, 6]]), (1, [[5, 6]]), (2, [])):
-        seq = make([1, 2], [3] * num_output, min_tokens=2)
-        constrain(seq, [5, 6, len(tokenizer)], tokenizer, len(tokenizer))
-        assert [tokens.tolist() for tokens in forbidden(seq)] == expected and not seq.needs_tokens
-
-
 @pytest.mark.parametrize("options", [
     dict(), dict(run_ahead=True), dict(num_kv_blocks=10, block_size=16, max_model_len=128)])
 def test_a_bad_word_is_in_no_text(bundled, options):
@@ -208,7 +193,6 @@ def test_a_bad_word_is_in_no_text(bundled, options):
             for completion in output.outputs:
                 assert not any(word in completion.text for word in each.bad_words)
                 assert len(completion.token_ids) == 30
-        check_idle(llm)
         check_refused(
             "bad_words", lambda: llm.generate("a", SamplingParams(bad_words=["\ud800"])))
 
@@ -230,11 +214,24 @@ def test_biases_are_made_once_for_a_request(tiny_llm, monkeypatch):
 def penalized(seq: Sequence, last_sampled: torch.Tensor) -> torch.Tensor:
     scores = torch.arange(-10.0, 10.0)[None].clone()
     constraints.penalize(scores, [seq], last_sampled)
+    return scores[0]
+
+
+def penalized_token_by_token(p: SamplingParams, prompt: list[int], output: list[int]):
+    """The same by the definitions."""
+    given, counts = {*prompt, *output}, Counter(output)
+    scores = torch.arange(-10.0, 10.0)
+    for token in range(20):
+        if token in (given if p.repetition_penalty != 1 else ()):
+            is_negative = scores[token] < 0
+            scores[token] *= p.repetition_penalty if is_negative else 1 / p.repetition_penalty
+        scores[token] -= p.presence_penalty * (counts[token] > 0)
+        scores[token] -= p.frequency_penalty * counts[token]
     return scores
 
 
 def test_penalties_take_in_each_token_once():
-    """The same as if all were counted anew, whatever was taken in before; a pending token, and
+    """The same as if all were counted anew, whatever was taken in before; pending tokens, and
     guesses, are not."""
     rng = random.Random(0)
     for _ in range(200):
@@ -242,31 +239,22 @@ def test_penalties_take_in_each_token_once():
                       presence_penalty=rng.choice([0.0, 0.7]),
                       frequency_penalty=rng.choice([0.0, -0.4]))
         prompt, output, guesses = (rng.choices(range(20), k=rng.randint(1, 9)) for _ in range(3))
-        last = torch.tensor([rng.randrange(20)], dtype=torch.int32)
-        p = SamplingParams(**params)
-        given, counts = {*prompt, *output}, Counter(output)
-        expected = torch.arange(-10.0, 10.0)
-        for token in range(20):
-            if token in (given if p.repetition_penalty != 1 else ()):
-                is_negative = expected[token] < 0
-                expected[token] *= p.repetition_penalty if is_negative else 1 / p.repetition_penalty
-            expected[token] -= p.presence_penalty * (counts[token] > 0)
-            expected[token] -= p.frequency_penalty * counts[token]
+        last = torch.tensor(rng.choices(range(20), k=2), dtype=torch.int32)
         seq = make(prompt, **params)
-        seq.kept["constraints"] = constraint = Constraint(*biases_of(p))
+        seq.kept["constraints"] = constraint = Constraint(*biases_of(seq.params))
         for token in output:
             seq.token_ids.append(token)
             if rng.random() < 0.7:
                 constraint.take_in(seq)
                 assert constraint.new_tokens(seq) == ([], [])
-        torch.testing.assert_close(penalized(seq, last)[0], expected)
-        fresh = make(prompt, output, **params)
-        assert torch.equal(penalized(seq, last), penalized(fresh, last))
-        for more in (guesses, [-1], [*guesses, -1]):
-            longer = make(prompt, output + more, **params)
+        for more in ([], guesses, [-1], [-2], [*guesses, -2]):
+            longer, fresh = (make(prompt, output + more, **params) for _ in range(2))
             longer.kept["constraints"] = constraint
-            fresh = make(prompt, output + more, **params)
-            assert torch.equal(penalized(longer, last), penalized(fresh, last))
+            found = penalized(longer, last)
+            assert torch.equal(found, penalized(fresh, last))
+            known = [token if token >= 0 else int(last[-1 - token]) for token in output + more]
+            torch.testing.assert_close(
+                found, penalized_token_by_token(seq.params, prompt, known))
 
 
 def test_a_step_looks_at_new_tokens_only(tiny_llm, monkeypatch):
@@ -307,15 +295,8 @@ def test_bias_allowed_tokens_and_min_tokens():
     inf = math.inf
     assert edit([0.0, 1.0, 2.0], logit_bias={1: 4.5, 2: -1.0}) == [0.0, 5.5, 1.0]
     assert edit([0.0, 1.0, 2.0], allowed_token_ids=[0, 2]) == [0.0, -inf, 2.0]
-    masked = dict(min_tokens=2, end_tokens=[2])
+    # the last end token is none of the model's
+    masked = dict(min_tokens=2, end_tokens=[2, 10**6])
+    assert not make_row(**masked).needs_tokens
     assert edit([0.0, 1.0, 2.0], output=[1], **masked) == [0.0, 1.0, -inf]
     assert edit([0.0, 1.0, 2.0], output=[1, 1], **masked) == [0.0, 1.0, 2.0]
-
-
-def test_penalties_know_a_pending_token():
-    seq = make_row(output=[3, -1 - 1], presence_penalty=1.0, frequency_penalty=0.5)
-    scores = torch.zeros(1, 5)
-    constraints.penalize(scores, [seq], torch.tensor([4, 3], dtype=torch.int32))
-    assert scores.tolist() == [[0, 0, 0, -2.0, 0]]
-
-

@@ -13,16 +13,6 @@ from nanoengine.loader import load_eos
 from nanoengine_extras.models.generation_config import load_defaults
 
 
-def test_defaults_come_from_the_generation_config(llm, monkeypatch):
-    seen = []
-    add = llm.engine.add
-    monkeypatch.setattr(llm.engine, "add", lambda seq: seen.append(seq) or add(seq))
-    llm.generate("a", use_tqdm=False)
-    params = seen[0].params
-    assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.95, 50)
-    assert params.max_tokens == 16
-
-
 @pytest.mark.parametrize("content, message", [
     ('{"eos_token_id": "x"}', "generation_config.json: eos_token_id='x'"),
     ('{"eos_token_id": [1, null]}', "eos_token_id=.1, None"),
@@ -65,6 +55,9 @@ def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy, 
         defaults.max_tokens = 1
         outputs = llm.generate("Once", use_tqdm=False)[0].outputs
         assert len(outputs[0].token_ids) <= 7 and llm.get_default_sampling_params() == params
+        (request,) = llm.add("Once")
+        llm.abort([request])
+        assert request.seq.params == params
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 

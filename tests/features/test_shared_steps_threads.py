@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import GREEDY, check_idle, generate, in_thread, random_prompts, token_ids
+from conftest import GREEDY, check_idle, generate, in_thread, random_prompts, slow, token_ids
 from forks import run_in_fork
 
 from nanoengine import SamplingParams
@@ -55,19 +55,8 @@ def test_a_call_from_within_a_call_is_refused(tiny_llm):
     assert len(calls) == 6
 
 
-def test_a_stream_of_an_engine_that_was_closed_says_so(make_llm):
-    llm = make_llm(num_kv_blocks=16)
-    streams = [llm.stream([[1, 2]], GREEDY)]
-    next(streams[0])
-    llm.close()
-    with pytest.raises(RuntimeError, match="the LLM is closed"):
-        list(streams[0])
-    with pytest.raises(RuntimeError, match="the LLM is closed"):
-        list(llm.stream([[1, 2]], GREEDY))
-
-
 def test_closing_ends_the_calls_of_other_threads(make_llm):
-    """After the step that is running; each of them says why."""
+    """After the step that is running; each of them says why. So do later calls, and a stream."""
     llm, begun = make_llm(num_kv_blocks=16), threading.Event()
 
     def slow(input_ids, scores):
@@ -75,42 +64,18 @@ def test_closing_ends_the_calls_of_other_threads(make_llm):
         time.sleep(0.02)
         return scores
 
+    stream = llm.stream([[1, 2]], GREEDY)
+    next(stream)
     params = SamplingParams(max_tokens=100, temperature=0, logits_processors=[slow])
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(llm.generate, [[1, 2]], params, False) for _ in range(2)]
         assert begun.wait(timeout=60)
         llm.close()
-        for each in running:
-            with pytest.raises(RuntimeError, match="the LLM is closed"):
-                each.result(timeout=60)
-    with pytest.raises(RuntimeError, match="the LLM is closed"):
-        llm.generate([[1]])
+    for call in (*(each.result for each in running), lambda: list(stream),
+                 lambda: list(llm.stream([[1, 2]], GREEDY)), lambda: llm.generate([[1]])):
+        with pytest.raises(RuntimeError, match="the LLM is closed"):
+            call()
     llm.close()
-
-
-def test_metrics_can_be_polled_from_another_thread(tiny_llm):
-    is_over = threading.Event()
-
-    def poll():
-        count = 0
-        while not is_over.is_set():
-            metrics = tiny_llm.metrics()
-            assert metrics["num_requests_running"] <= 8
-            count += 1
-        return count
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            polls = [pool.submit(poll) for _ in range(2)]
-            for _ in range(4):
-                generate(tiny_llm, random_prompts([20] * 40), PARAMS)
-            is_over.set()
-            assert all(each.result(timeout=60) > 10 for each in polls)
-    finally:
-        is_over.set()
-        sys.setswitchinterval(interval)
 
 
 # ----------------------------------------------------------------------------- interrupts
@@ -256,16 +221,13 @@ print(torch.get_num_threads(), numba.get_num_threads())
 """
 
 
-def test_a_limit_on_threads_is_kept_and_stays(tiny):
+@pytest.mark.parametrize("start, limit, environment", [
     # forks have the environment of conftest.py, with two threads
-    result = run_in_fork(LIMITS.replace("LIMIT", "1").replace("MODEL", repr(tiny)))
-    assert result.stdout == "1 1 1\n1 1 1\n2 2\n", result.stderr
-
-
-@pytest.mark.slow
-def test_a_limit_on_threads_in_the_environment(tiny):
-    script = LIMITS.replace("LIMIT", "0").replace("MODEL", repr(tiny))
-    result = run(script, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="1")
+    (run_in_fork, "1", {}), slow(run, "0", dict(NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="1"))])
+def test_a_limit_on_threads_is_kept_and_stays(tiny, start, limit, environment):
+    """As it was set by PyTorch's function, or in the environment."""
+    script = LIMITS.replace("LIMIT", limit).replace("MODEL", repr(tiny))
+    result = start(script, **environment)
     assert result.stdout == "1 1 1\n1 1 1\n2 2\n", result.stderr
 
 

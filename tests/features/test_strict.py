@@ -115,19 +115,16 @@ def test_a_bad_option(bundled, monkeypatch, make, name, value, accepted):
 
 
 def test_a_long_value_is_cut():
-    with pytest.raises(ValueError) as error:
-        SamplingParams(top_k="5" * 10**6)
-    assert len(str(error.value)) < 1200
+    check_refused(r"\A.{,1199}\Z", SamplingParams, top_k="5" * 10**6)
 
 
 @pytest.mark.parametrize("made, name, value", [
-    (dict(n=2), "temperature", 0), (dict(temperature=0), "n", 2), (dict(), "min_tokens", 17),
+    (dict(n=2), "temperature", 0), (dict(temperature=0), "n", 2),
     (dict(min_tokens=9), "max_tokens", 8), (dict(stop="a"), "detokenize", False),
-    (dict(detokenize=False), "stop", "a"), (dict(), "top_p", 2)])
+    (dict(detokenize=False), "stop", "a")])
 def test_an_assignment_that_is_refused_changes_nothing(made, name, value):
     params = SamplingParams(**made)
-    with pytest.raises(ValueError):
-        setattr(params, name, value)
+    check_refused(name, setattr, params, name, value)
     assert params == SamplingParams(**made)
 
 

@@ -9,13 +9,15 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from conftest import (
-    GREEDY, ROOT, check_idle, check_refused, random_prompts, slow, use_policies)
-from forks import ForkedRank, start_rank
+    GREEDY, ROOT, check_idle, check_refused, generate, random_prompts, slow, token_ids,
+    use_policies, wait_until)
+from forks import start_rank
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.step_inputs import Launched
@@ -54,16 +56,11 @@ def everything(llm: LLM) -> list:
     outputs = [output for _ in range(2)
                for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     found = [[completion.token_ids for completion in output.outputs] for output in outputs]
-    for output in llm.stream(PROMPTS[:2], GREEDY):
-        if output.finished:
-            found.append(output.outputs[0].token_ids)
+    found += [output.outputs[0].token_ids for output in llm.stream(PROMPTS[:2], GREEDY)
+              if output.finished]
     beams = llm.beam_search(PROMPTS[:2], BeamSearchParams(2, 6))
     check_idle(llm)
     return found + [[beam.tokens for beam in output.sequences] for output in beams]
-
-
-def processes_of(llm: LLM) -> list[ForkedRank]:
-    return llm.engine.runner.ranks.processes
 
 
 @pytest.mark.parametrize("architecture, changes", [
@@ -80,7 +77,7 @@ def test_two_ranks_give_the_tokens_of_one(make_model, architecture, changes):
         assert everything(llm) == expected
         assert llm.metrics()["prefix_cache_hits"] > 0
         others = llm.generate(PROMPTS[0], PARAMS[0], use_tqdm=False)[0].outputs[0].logprobs
-        (process,) = processes_of(llm)
+        (process,) = llm.engine.runner.ranks.processes
     assert process.returncode is not None, "ended by close"
     for left, right in zip(logprobs, others, strict=True):
         assert left.keys() == right.keys()
@@ -147,14 +144,11 @@ def test_after_an_error_of_a_request_the_ranks_still_agree(lasting_ranks):
     def fail(input_ids, scores):
         raise KeyError("on purpose")
 
-    def generate(params):
-        return [output.outputs[0].token_ids
-                for output in lasting_ranks.generate(PROMPTS, params, use_tqdm=False)]
-
-    expected = generate(GREEDY)
-    with pytest.raises(ValueError, match="request .* its logits processor .*on purpose"):
-        generate([*[GREEDY] * 5, SamplingParams(n=2, logits_processors=[fail])])
-    assert generate(GREEDY) == expected
+    expected = token_ids(generate(lasting_ranks, PROMPTS))
+    params = [*[GREEDY] * 5, SamplingParams(n=2, logits_processors=[fail])]
+    check_refused("request .* its logits processor .*on purpose", generate, lasting_ranks, PROMPTS,
+                  params)
+    assert token_ids(generate(lasting_ranks, PROMPTS)) == expected
 
 
 def test_ctrl_c_while_tokens_are_waited_for(lasting_ranks, monkeypatch):
@@ -164,31 +158,26 @@ def test_ctrl_c_while_tokens_are_waited_for(lasting_ranks, monkeypatch):
 
     # also if pytest runs in the background, where a shell has Ctrl-C ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    expected = lasting_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
+    expected = token_ids(generate(lasting_ranks, PROMPTS))
     wait = Launched.wait
-    monkeypatch.setattr(Launched, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        lasting_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
-    monkeypatch.setattr(Launched, "wait", wait)
-    again = lasting_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert [o.outputs for o in again] == [o.outputs for o in expected]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Launched, "wait", interrupt)
+        generate(lasting_ranks, PROMPTS)
+    assert token_ids(generate(lasting_ranks, PROMPTS)) == expected
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_at_once(two_ranks, monkeypatch):
     """And a device that waits for it is freed, without which a GPU would wait for ever."""
-    (process,) = processes_of(two_ranks)
+    ranks = two_ranks.engine.runner.ranks
+    (process,) = ranks.processes
     is_aborted = threading.Event()
 
-    class Backend:
-        """That of a CPU, which can be aborted like a GPU's."""
-
-        def __init__(self, backend):
-            self.allreduce, self.allgather = backend.allreduce, backend.allgather
-            self.broadcast, self.abort = backend.broadcast, is_aborted.set
-
-    ranks = two_ranks.engine.runner.ranks
-    monkeypatch.setattr(ranks, "backend", Backend(ranks.backend))
+    backend = ranks.backend
+    # that of a CPU, which can be aborted like a GPU's
+    monkeypatch.setattr(ranks, "backend", SimpleNamespace(
+        allreduce=backend.allreduce, allgather=backend.allgather, broadcast=backend.broadcast,
+        abort=is_aborted.set))
     monkeypatch.setattr(ranks, "device", "cuda")
     two_ranks.generate(PROMPTS, GREEDY, use_tqdm=False)
     died = []
@@ -328,7 +317,7 @@ def test_ranks_that_are_out_of_step_are_ended(two_ranks, error):
     def fail(*inputs):
         raise error("on purpose")
 
-    (process,) = processes_of(two_ranks)
+    (process,) = two_ranks.engine.runner.ranks.processes
     two_ranks.engine.runner.model.layers[1].register_forward_pre_hook(fail)
     for expected in (error, RuntimeError):
         with pytest.raises(expected, match="on purpose"):
@@ -340,10 +329,9 @@ def test_policies_that_are_functions_of_a_script(one_rank, ranks_with_few_blocks
     """They stay on rank 0."""
     use_policies(ranks_with_few_blocks)
     params = SamplingParams(temperature=0, max_tokens=40)
-    found = ranks_with_few_blocks.generate(PROMPTS, params, use_tqdm=False)
+    found = token_ids(generate(ranks_with_few_blocks, PROMPTS, params))
     assert ranks_with_few_blocks.metrics()["num_preemptions"] > 0
-    expected = one_rank.generate(PROMPTS, params, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert found == token_ids(generate(one_rank, PROMPTS, params))
 
 
 SCRIPT = """
@@ -371,10 +359,7 @@ def test_a_script_without_a_guard_runs_two_engines_and_leaves_nothing_when_it_is
         pids = [int(process.stdout.readline()) for _ in range(2)]
         assert process.stdout.readline() == "alive\n"
         process.kill()
-    deadline = time.monotonic() + 10
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline, "a rank has outlived its engine"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_running, pids)), seconds=10)
 
 
 def is_running(pid: int) -> bool:
@@ -385,23 +370,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_what_cannot_be_divided_is_refused(tiny, make_model):
-    for size, message in ((3, "a divisor of num_attention_heads=4"),
-                          (4, "a divisor of num_key_value_heads=2"), (0, "greater than or equal")):
-        with pytest.raises(ValueError, match=f"tensor_parallel_size[^@]*{message}"):
-            LLM(tiny, tensor_parallel_size=size, **SMALL)
-    odd = make_model(intermediate_size=95, num_hidden_layers=1)[0]
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 .* of intermediate_size=95"):
-        LLM(odd, tensor_parallel_size=2, **SMALL)
-    with pytest.raises(ValueError, match="batch_invariant"):
-        LLM(tiny, tensor_parallel_size=2, batch_invariant=True, **SMALL)
-
-
-def test_more_ranks_than_gpus_are_refused(tiny, monkeypatch):
+@pytest.mark.parametrize("size, options, message", [
+    (3, {}, "size=3 .* a divisor of num_attention_heads=4"),
+    (4, {}, "size=4 .* a divisor of num_key_value_heads=2"),
+    (0, {}, "size[^@]*greater than or equal"), (2, dict(batch_invariant=True), "batch_invariant"),
+    (2, dict(device="cuda"), "size=2 .* at most 1, the number of GPUs")])
+def test_what_is_refused(tiny, monkeypatch, size, options, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 .* at most 1, the number of GPUs"):
-        LLM(tiny, tensor_parallel_size=2, device="cuda", **SMALL)
+    options = dict(device="cpu", tensor_parallel_size=size) | options
+    check_refused(message, LLM, tiny, **SMALL, **options)
+
+
+def test_what_cannot_be_divided_is_refused(make_model):
+    odd = make_model(intermediate_size=95, num_hidden_layers=1)[0]
+    check_refused("tensor_parallel_size=2 .* of intermediate_size=95", LLM, odd,
+                  tensor_parallel_size=2, **SMALL)
 
 
 @pytest.mark.parametrize("shape, target, rank, expected", [

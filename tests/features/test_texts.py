@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from conftest import check_idle, check_refused
+from conftest import check_refused, complete
 from conftest import generate as run
 from pieces import KINDS, LLAMA, PIECES, sentencepiece, text_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -46,14 +46,23 @@ def test_a_model_without_a_tokenizer_is_named_once(tiny, caplog, options, params
     assert len(said) == count
 
 
-@pytest.fixture(scope="module")
-def byte_tokenizer():
-    """A token for each byte, and one special token (id 256)."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+def in_letters(text: str) -> str:
+    """The bytes of a text in the letters of ByteLevel."""
+    return "".join(bytes_to_unicode()[byte] for byte in text.encode())
+
+
+def byte_level(words=()) -> PreTrainedTokenizerFast:
+    """A token for each byte, some more, and a special one, the last."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    return byte_level()
 
 
 def begun(tokenizer, prompt_ids: list[int], **params) -> Completion:
@@ -91,12 +100,6 @@ def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params
     return texts, completion.output(), stop
 
 
-def test_a_prompt_that_ends_inside_a_character_does_not_leak_into_the_text(byte_tokenizer):
-    completion = begun(byte_tokenizer, byte_tokenizer.encode("🦊")[:2])
-    feed(completion, byte_tokenizer.encode("abc"))
-    assert completion.output().text == "abc"
-
-
 def decoded_whole(tokenizer, prompt_ids, ids, bytes_of) -> list[str]:
     """The texts so far, where all tokens in the middle of a character are decoded each time.
 
@@ -125,8 +128,8 @@ def test_many_tokens_in_the_middle_of_a_character(byte_tokenizer):
         ids_of = {byte: byte + 3 for byte in range(256)}
         if tokenizer is byte_tokenizer:
             names = ["a", "b"]
-            alphabet = bytes_to_unicode()
-            ids_of = {byte: tokenizer.convert_tokens_to_ids(alphabet[byte]) for byte in range(256)}
+            ids_of = {byte: tokenizer.convert_tokens_to_ids(letter)
+                      for byte, letter in bytes_to_unicode().items()}
         letters = tokenizer.convert_tokens_to_ids(names)
         for _ in range(150):
             parts = [[ids_of[byte]] for byte in (0xE6, 0x97, 0xA5, 0xF0, 0xFF, 0x80)]
@@ -146,43 +149,39 @@ def test_many_tokens_in_the_middle_of_a_character(byte_tokenizer):
             assert texts[-1].endswith("".join(names))
 
 
-def fffd_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that has a token for U+FFFD, one for two of them, and one for each byte."""
+def fffd_tokenizer(kind: str) -> tuple:
+    """A tokenizer that has a token for U+FFFD, one for two of them, and one for each byte; each way
+    to write U+FFFD; the tokens of "é", and of the first byte of "日"."""
     if kind == "ByteLevel":
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        one = "".join(bytes_to_unicode()[byte] for byte in "\ufffd".encode())
-        words = [*letters, "Ġ" + one, one, one + one, "a" + one, one[:2], one[1:]]
-        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-        tokenizer.decoder = decoders.ByteLevel()
+        one = in_letters("\ufffd")
+        tokenizer = byte_level(["Ġ" + one, one, one + one, "a" + one, one[:2], one[1:]])
+        ways = [[one], [*one], [one[:2], one[2:]], [one[0], one[1:]]]
+        others = [[*in_letters("é")], in_letters("日")[0]]
     else:
         words = ["▁", "a", "b", "▁\ufffd", "\ufffd", "\ufffd\ufffd", "a\ufffd", "é"]
         words += [f"<0x{byte:02X}>" for byte in range(256)]
         tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [],
                                          byte_fallback=True))
         tokenizer.decoder = decoders.Sequence([*LLAMA, decoders.Strip(" ", 1, 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-
-def spellings(tokenizer, kind: str) -> list[list[int]]:
-    """Each way to write U+FFFD, in tokens."""
-    if kind == "ByteLevel":
-        one = "".join(bytes_to_unicode()[byte] for byte in "\ufffd".encode())
-        ways = [[one], [*one], [one[:2], one[2:]], [one[0], one[1:]]]
-    else:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
         ways = [["\ufffd"], ["<0xEF>", "<0xBF>", "<0xBD>"]]
-    return [tokenizer.convert_tokens_to_ids(way) for way in ways]
+        others = [["é"], "<0xE6>"]
+    find = tokenizer.convert_tokens_to_ids
+    return tokenizer, [*map(find, ways)], *map(find, others)
+
+
+def joined_texts(tokenizer, ids: list[int]) -> list[str]:
+    """The texts of single tokens."""
+    return [text_of(tokenizer.backend_tokenizer, token_id, ids[max(0, place - 12):place])
+            for place, token_id in enumerate(ids)]
 
 
 @pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
-def test_replacement_characters_that_the_model_writes(kind):
+def test_replacement_characters_that_the_model_writes_and_invalid_bytes(kind):
     """They are in the text, also at its end, and the streamed texts are its beginnings. So are the
     texts of the single tokens, joined."""
-    tokenizer = fffd_tokenizer(kind)
-    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-    more = tokenizer.convert_tokens_to_ids(
-        ["é"] if kind == "ByteFallback" else [*(bytes_to_unicode()[byte] for byte in "é".encode())])
-    ways = spellings(tokenizer, kind)
-    eos = tokenizer.eos_token_id
+    tokenizer, ways, more, half = fffd_tokenizer(kind)
+    a, b, eos = tokenizer.convert_tokens_to_ids(["a", "b", "<eos>"])
     parts = [([a], "a"), ([b], "b"), (more, "é"), ([eos], ""), ([eos] * 9, "")]
     parts += [(way, "\ufffd") for way in ways] * 2
     parts += [(way * 12, "\ufffd" * 12) for way in ways]
@@ -200,28 +199,20 @@ def test_replacement_characters_that_the_model_writes(kind):
             end += len(part)
             text += more_text
             assert streamed[end - 1] == text
-        pieces = [text_of(tokenizer.backend_tokenizer, token_id, ids[max(0, place - 12):place])
-                  for place, token_id in enumerate(ids)]
-        assert "".join(pieces).replace("<eos>", "") == expected
-
-
-@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
-def test_invalid_bytes_are_in_the_joined_texts_of_tokens(kind):
-    """As they are in the text."""
-    tokenizer = fffd_tokenizer(kind)
-    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
-    half, = tokenizer.convert_tokens_to_ids(
-        [bytes_to_unicode()[0xE6] if kind == "ByteLevel" else "<0xE6>"])
+        assert "".join(joined_texts(tokenizer, ids)).replace("<eos>", "") == expected
+    # and so are invalid bytes
     for count in range(1, 10):
         ids = [a, *[half] * count, b, a]
-        pieces = [text_of(tokenizer.backend_tokenizer, token_id, ids[max(0, place - 12):place])
-                  for place, token_id in enumerate(ids)]
+        pieces = joined_texts(tokenizer, ids)
         assert pieces == ["a", *[""] * count, "\ufffd" * count + "b", "a"]
         assert generate(tokenizer, ids, prompt="a")[1].text == "".join(pieces)
 
 
-def test_a_prompt_of_byte_fallback_tokens():
-    """What is decoded before the text does not begin within a character."""
+def test_a_prompt_of_bytes(byte_tokenizer):
+    """What is decoded before the text does not begin within a character, which a prompt can end
+    in."""
+    prompt, ids = map(byte_tokenizer.encode, ("🦊", "abc"))
+    assert feed(begun(byte_tokenizer, prompt[:2]), ids)[-1] == "abc"
     ids = [byte + 3 for byte in "日本🦊é".encode()]
     for length in range(1, len("日本🦊é") + 1):
         prompt = [byte + 3 for byte in "日本🦊é"[:length].encode()]
@@ -278,22 +269,22 @@ def test_what_goes_on_and_on_takes_no_more_time_with_each_token(
     assert feed(completion, tokenizer.convert_tokens_to_ids(more))[-1] == whole
 
 
-@pytest.mark.parametrize("stop, expected, reason", [
-    (["wor"], "hello ", "wor"),
-    (["xyz", "lo w"], "hel", "lo w"),
-    (["world", "lo w"], "hel", "lo w"),
-    (["o"], "hell", "o"),
-    (["wo", "wor"], "hello ", "wo"),
-    (["nothing"], "hello world again", None), (["lo world"], "hel", "lo world"),
-])
-def test_stop_strings_across_tokens(byte_tokenizer, stop, expected, reason):
-    texts, output, found = generate(byte_tokenizer, "hello world again", stop=stop)
+@pytest.mark.parametrize("text, stop, min_tokens, expected, reason", [
+    *(("hello world again", *row) for row in (
+        (["wor"], 0, "hello ", "wor"), (["xyz", "lo w"], 0, "hel", "lo w"),
+        (["world", "lo w"], 0, "hel", "lo w"), (["o"], 0, "hell", "o"),
+        (["wo", "wor"], 0, "hello ", "wo"), (["nothing"], 0, "hello world again", None),
+        (["lo world"], 0, "hel", "lo world"))),
+    # at the first place after so many tokens
+    ("ab ab ab", ["ab", "long stop"], 3, "ab ", "ab")])
+def test_stop_strings_across_tokens(byte_tokenizer, text, stop, min_tokens, expected, reason):
+    options = dict(stop=stop, min_tokens=min_tokens)
+    texts, output, found = generate(byte_tokenizer, text, **options)
     assert (output.text, found, output.stop_reason) == (expected, reason, reason)
     assert output.finish_reason == ("stop" if reason else "length")
     assert all(expected.startswith(text) for text in texts), "nothing streamed is taken back"
     assert not reason or byte_tokenizer.decode(output.token_ids).endswith(reason)
-    _, output, _ = generate(byte_tokenizer, "hello world again", stop=stop,
-                            include_stop_str_in_output=True)
+    _, output, _ = generate(byte_tokenizer, text, include_stop_str_in_output=True, **options)
     assert output.text == expected + (reason or "")
 
 
@@ -331,11 +322,6 @@ def test_many_stop_strings_take_no_more_time(byte_tokenizer):
     assert first.find_stop is second.find_stop
 
 
-def test_min_tokens_holds_stop_strings_back(byte_tokenizer):
-    _, output, found = generate(byte_tokenizer, "ab ab ab", stop=["ab", "long stop"], min_tokens=3)
-    assert (output.text, found) == ("ab ", "ab")
-
-
 def test_special_tokens_and_the_token_that_ended_it(byte_tokenizer):
     ids = [*byte_tokenizer.encode("ab"), 256, *byte_tokenizer.encode("c")]
     assert generate(byte_tokenizer, ids)[1].text == "abc"
@@ -355,19 +341,12 @@ def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tok
 
 
 def test_stop_strings_end_the_generation(llm):
-    def complete(**params):
-        params = SamplingParams(temperature=0, max_tokens=60, **params)
-        (output,) = run(llm, "Once upon a time", params)
-        check_idle(llm)
-        return output.outputs[0]
-
-    full = complete().text
+    asked = dict(temperature=0, max_tokens=60)
+    full = complete(llm, "Once upon a time", **asked).text
     stop = full[20:26]
-    cut = complete(stop=[stop, "never in there"])
-    assert cut.text == full[:full.index(stop)]
+    cut = complete(llm, "Once upon a time", **asked, stop=[stop, "never in there"])
+    assert cut.text == full[:full.index(stop)] and len(cut.token_ids) < 60
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert complete(stop=[stop], include_stop_str_in_output=True).text == cut.text + stop
-    assert len(cut.token_ids) < 60
 
 
 # ------------------------------------------------------------------------- truncated prompts
@@ -413,11 +392,10 @@ def test_a_chat_is_truncated(llm, caplog):
 @pytest.mark.needs("running.strict")
 def test_truncation_that_leaves_nothing(llm):
     most = llm.inputs.max_model_len
-    for options in (dict(truncate_prompt_tokens=0),
-                    dict(truncate_prompt_tokens=-1, max_tokens=most)):
-        with pytest.raises(ValueError, match=(
-                f"truncate_prompt_tokens={options['truncate_prompt_tokens']} is not accepted: it "
-                f"must be at least 1, or -1 with max_tokens below max_model_len={most}$")):
-            llm.generate("a", SamplingParams(**options))
-    with pytest.raises(ValueError, match="prompts.0. has 2048 tokens"):
-        llm.generate([1] * 9999, SamplingParams(truncate_prompt_tokens=most))
+    for given, more in ((0, {}), (-1, dict(max_tokens=most))):
+        message = (f"truncate_prompt_tokens={given} is not accepted: it must be at least 1, or -1 "
+                   f"with max_tokens below max_model_len={most}$")
+        params = SamplingParams(truncate_prompt_tokens=given, **more)
+        check_refused(message, llm.generate, "a", params)
+    check_refused("prompts.0. has 2048 tokens", llm.generate, [1] * 9999,
+                  SamplingParams(truncate_prompt_tokens=most))
