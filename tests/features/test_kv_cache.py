@@ -175,19 +175,23 @@ def test_the_log_says_that_k_and_v_are_rounded(tiny, caplog):
     assert "kv_cache_dtype='int8': K and V are rounded to 8 bits" in caplog.text
 
 
+@pytest.mark.parametrize("options, message", [
+    (dict(kv_cache_dtype="fp4"), "kv_cache_dtype='fp4' .* one of .*'auto', 'fp8', 'fp8_e4m3', "),
+    (dict(attention_backend="varlen"), "attention_backend='varlen' .* one of .*'gather'"),
+    (dict(kernels=False, batch_invariant=True), "batch_invariant=True")])
+def test_what_is_refused(tiny, options, message):
+    check_refused(message, LLM, tiny, **dict(kv_cache_dtype="fp8") | options)
+
+
 @pytest.fixture
 def odd_heads(make_model) -> str:
     """The folder of a model whose heads plain PyTorch cannot store."""
     return make_model(num_hidden_layers=1, head_dim=18)[0]
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(kv_cache_dtype="fp4"), "kv_cache_dtype='fp4' .* one of .*'auto', 'fp8', 'fp8_e4m3', "),
-    (dict(attention_backend="varlen"), "attention_backend='varlen' .* one of .*'gather'"),
-    (dict(kernels=False, batch_invariant=True), "batch_invariant=True"),
-    (dict(kernels=False), "kv_cache_dtype='fp8' .*'auto' for heads of 18 numbers")])
-def test_what_is_refused(odd_heads, options, message):
-    check_refused(message, LLM, odd_heads, **dict(kv_cache_dtype="fp8") | options)
+def test_heads_that_plain_pytorch_cannot_store(odd_heads):
+    check_refused("kv_cache_dtype='fp8' .*'auto' for heads of 18 numbers", LLM, odd_heads,
+                  kv_cache_dtype="fp8", kernels=False)
 
 
 @pytest.mark.slow
