@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(items: list) -> None:
 # other in every step, take a quarter more time.
 TWO_THREADS = {"test_batch_invariant", "test_llm", "test_model", "test_quantized",
                "test_random_requests", "test_sampler", "test_shared_steps",
-               "test_shared_steps_threads", "test_tensor_parallel", "test_threads",
-               "test_torch_settings", "test_transformers_models", "test_without"}
+               "test_shared_steps_threads", "test_threads", "test_torch_settings",
+               "test_transformers_models", "test_without"}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -43,7 +43,6 @@ def test_what_counts_of_the_generation_config_is_what_counts_in_vllm(text_copy, 
     for eos, expected in ((98, {9: 9, 98: None}), (99, {9: 9}), (None, {9: 9})):
         tokenizer = SimpleNamespace(eos_token_id=eos)
         assert defaults_of(text_copy, {}, tokenizer)[1] == expected
-    assert defaults_of(text_copy, dict(eos_token_id=[-1, 5, 99]))[1] == {5: 5}
     own = SimpleNamespace(eos_token_id=5)
     assert defaults_of(text_copy, content, own)[1] == {2: 2, 5: None}
     assert defaults_of(text_copy, {"eos_token_id": 4}, own)[1] == {4: 4, 5: None}

@@ -59,16 +59,11 @@ def test_short_sequences_have_narrow_tables(num_seqs, num_keys, wide, now):
     assert in_turn(40_960) == wide and in_turn(chosen) == now
 
 
-@pytest.fixture(scope="module")
-def patient(make_model) -> str:
-    """The folder of a model for long sequences."""
-    return make_model(num_hidden_layers=1, max_position_embeddings=9000, num_attention_heads=1,
-                      num_key_value_heads=1)[0]
-
-
 @pytest.mark.parametrize("run_ahead", [slow(False), True])
-def test_graphs_of_all_widths_give_the_same_tokens(engines, patient, run_ahead):
+def test_graphs_of_all_widths_give_the_same_tokens(engines, make_model, run_ahead):
     """A sequence grows from one width to the next, beside short ones."""
+    patient, _ = make_model(num_hidden_layers=1, max_position_embeddings=9000,
+                            num_attention_heads=1, num_key_value_heads=1)
     options = dict(max_model_len=9000, max_num_batched_tokens=4096, num_kv_blocks=120)
     prompts = random_prompts([2044, 3, 30, 8190])
     params = [SamplingParams(seed=n, temperature=0.7 * (n % 2), max_tokens=9) for n in range(4)]

@@ -108,15 +108,6 @@ def test_a_processor_that_returns_nan_at_its_third_token(llm):
 # ----------------------------------------------------------------- beside other requests
 
 
-def run(llm, prompts: list, params: list[SamplingParams]) -> list:
-    """Adds requests by hand and runs them to their end."""
-    requests = llm.add(prompts, params)
-    while llm.engine.has_unfinished():
-        llm.step()
-    check_idle(llm)
-    return requests
-
-
 def fail_with(error: BaseException):
     def failing(input_ids, scores):
         if input_ids.shape[1] > 5:
@@ -137,7 +128,13 @@ def test_a_processor_that_raises_ends_its_own_request(tiny_llm, error, run_ahead
     failing = fail_with(error)
     params[1] = SamplingParams(seed=0, n=2, logits_processors=[failing])
     params[3] = SamplingParams(logits_processors=[fail_with(KeyError("other"))], seed=1)
-    requests = run(tiny_llm, prompts, params)
+    # one that leaves no token has no error of its own
+    nothing = SamplingParams(logits_processors=[lambda _, scores: scores - math.inf])
+    requests = tiny_llm.add([*prompts, prompts[0]], [*params, nothing])
+    while tiny_llm.engine.has_unfinished():
+        tiny_llm.step()
+    check_idle(tiny_llm)
+    assert requests[5].seq.finish_reason == "error" and requests[5].seq.error is None
     outputs = [request.output() for request in requests]
     assert isinstance(requests[1].error, ValueError) and requests[1].error.__cause__ is error
     for number in (0, 2, 4):
@@ -149,13 +146,6 @@ def test_a_processor_that_raises_ends_its_own_request(tiny_llm, error, run_ahead
         assert found.stop_reason.startswith(f"request {request_id}: its logits processor {failing}")
         assert found.stop_reason.endswith(str(error) or repr(error))
     assert "other" in outputs[3].outputs[0].stop_reason
-
-
-def test_a_processor_that_leaves_no_token_is_no_error_of_its_own(tiny_llm):
-    use_policies(tiny_llm)
-    nothing = SamplingParams(logits_processors=[lambda _, scores: scores - math.inf])
-    (request,) = run(tiny_llm, random_prompts([3]), [nothing])
-    assert request.seq.finish_reason == "error" and request.seq.error is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])

@@ -179,18 +179,14 @@ def test_an_option_of_a_chat_that_is_not_known():
             render(None, [], **{name: True})
 
 
-def errors_of_memory() -> list[Exception]:
+def test_advice_to_save_memory_is_for_errors_of_memory_only():
     """Among them real ones of PyTorch and NumPy."""
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError) as of_torch:
         torch.empty(2**45)
     with pytest.raises(MemoryError) as of_numpy:
         np.empty(2**45)
-    return [error.value, of_numpy.value, MemoryError("5 bytes"), MemoryError(),
-            torch.OutOfMemoryError("no memory.")]
-
-
-def test_advice_to_save_memory_is_for_errors_of_memory_only():
-    for error in errors_of_memory():
+    for error in (of_torch.value, of_numpy.value, MemoryError("5 bytes"), MemoryError(),
+                  torch.OutOfMemoryError("no memory.")):
         with pytest.raises(ValueError, match=r"[^.]\. Lower max_num_batched_tokens or"):
             with naming("what"):
                 raise error

@@ -36,21 +36,6 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 start_process = tensor_parallel.start_process
 
 
-@pytest.fixture
-def no_forks(monkeypatch):
-    """Ranks are processes of their own, as a user's."""
-    monkeypatch.setattr(tensor_parallel, "start_process", start_process)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_each():
-    """Ranks have as many threads as rank 0."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 def everything(llm: LLM) -> list:
     """What a model generates in all ways, and twice, so that the prefix cache has something."""
     outputs = [output for _ in range(2)
@@ -303,7 +288,9 @@ def test_an_error_at_the_start_of_a_rank_is_told(tiny, tmp_path, monkeypatch, ca
     assert f"ValueError: {tmp_path}: its files lack" in capfd.readouterr().err
 
 
-def test_a_rank_that_does_not_even_start_is_named(tiny, monkeypatch, no_forks):
+def test_a_rank_that_does_not_even_start_is_named(tiny, monkeypatch):
+    # a process of its own, as a user's
+    monkeypatch.setattr(tensor_parallel, "start_process", start_process)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     began = time.monotonic()
     check_refused("rank 1 of the engine has died", LLM, tiny, tensor_parallel_size=2, **SMALL)

@@ -70,24 +70,10 @@ def begun(tokenizer, prompt_ids: list[int], **params) -> Completion:
     return Completion(seq, tokenizer)
 
 
-def feed(completion: Completion, ids: list[int]) -> list[str]:
-    """Adds tokens one by one, as the engine does; returns the texts after each."""
-    texts = []
-    for token_id in ids:
-        completion.seq.token_ids.append(token_id)
-        completion.update()
-        texts.append(completion.text)
-    return texts
-
-
-def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params):
-    """Returns the texts of a whole completion as they were streamed, the last output, and the stop
-    string."""
-    ids = text_or_ids
-    if isinstance(text_or_ids, str):
-        ids = tokenizer.encode(text_or_ids)
-    completion = begun(tokenizer, tokenizer.encode(prompt), **params)
-    seq, texts, stop = completion.seq, [], None
+def feed(completion: Completion, ids: list[int], end: str | None = None) -> list[str]:
+    """Adds tokens one by one, as the engine does; returns the texts before the last output, as they
+    are streamed."""
+    seq, texts = completion.seq, []
     for number, token_id in enumerate(ids, start=1):
         seq.token_ids.append(token_id)
         if number == len(ids):
@@ -96,8 +82,16 @@ def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params
         if stop is not None:
             seq.finish_reason, seq.stop_reason = "stop", stop
             break
-        texts.append(completion.output().text)
-    return texts, completion.output(), stop
+        texts.append(completion.so_far(seq))
+    return texts
+
+
+def generate(tokenizer, text_or_ids, prompt="the prompt", end="length", **params):
+    """Returns the texts of a whole completion as they were streamed, and the last output."""
+    is_text = isinstance(text_or_ids, str)
+    ids = tokenizer.encode(text_or_ids) if is_text else text_or_ids
+    completion = begun(tokenizer, tokenizer.encode(prompt), **params)
+    return feed(completion, ids, end), completion.output()
 
 
 def decoded_whole(tokenizer, prompt_ids, ids, bytes_of) -> list[str]:
@@ -189,7 +183,7 @@ def test_replacement_characters_that_the_model_writes_and_invalid_bytes(kind):
     for _ in range(200):
         chosen = rng.choices(parts, k=rng.randint(1, 8))
         ids = [token_id for part, _ in chosen for token_id in part]
-        streamed, output, _ = generate(tokenizer, ids, prompt="a")
+        streamed, output = generate(tokenizer, ids, prompt="a")
         expected = "".join(text for _, text in chosen)
         assert output.text == streamed[-1] == expected
         assert all(each.startswith(before) for before, each in zip(streamed, streamed[1:]))
@@ -279,12 +273,12 @@ def test_what_goes_on_and_on_takes_no_more_time_with_each_token(
     ("ab ab ab", ["ab", "long stop"], 3, "ab ", "ab")])
 def test_stop_strings_across_tokens(byte_tokenizer, text, stop, min_tokens, expected, reason):
     options = dict(stop=stop, min_tokens=min_tokens)
-    texts, output, found = generate(byte_tokenizer, text, **options)
-    assert (output.text, found, output.stop_reason) == (expected, reason, reason)
+    texts, output = generate(byte_tokenizer, text, **options)
+    assert (output.text, output.stop_reason) == (expected, reason)
     assert output.finish_reason == ("stop" if reason else "length")
     assert all(expected.startswith(text) for text in texts), "nothing streamed is taken back"
     assert not reason or byte_tokenizer.decode(output.token_ids).endswith(reason)
-    _, output, _ = generate(byte_tokenizer, text, include_stop_str_in_output=True, **options)
+    _, output = generate(byte_tokenizer, text, include_stop_str_in_output=True, **options)
     assert output.text == expected + (reason or "")
 
 
@@ -335,7 +329,7 @@ def test_special_tokens_and_the_token_that_ended_it(byte_tokenizer):
 
 
 def test_what_may_become_a_long_stop_string_is_held_back_from_the_start(byte_tokenizer):
-    texts, output, _ = generate(byte_tokenizer, "hello world", stop=["lo world, and more"])
+    texts, output = generate(byte_tokenizer, "hello world", stop=["lo world, and more"])
     assert output.text == "hello world"
     assert texts[:-1] == [""] * 10 and texts[-1] == "hello world"
 
