@@ -10,15 +10,22 @@ import dataclasses
 import pytest
 import torch
 from conftest import check_idle, check_refused, random_prompts, slow
-
-from cpu.reference import (
-    BF16, F32, NO_NORMS, attend_by_kernel, make_step, no_turn, plain_attention)
+from cpu.reference import BF16, F32, NO_NORMS, attend_by_kernel, make_step, no_turn, plain_attention
 from fake_gpu import FakeGpu
+from test_gpu_path import (
+    LONG,
+    LONG_PROMPTS,
+    PLAIN,
+    all_of,
+    check_no_host_reads,
+    check_same,
+    make_engine,
+    needs,
+)
+
 from nanoengine import LLM, SamplingParams
 from nanoengine_extras.cpu import empty_cache
 from nanoengine_extras.running.kv_cache import EightBits
-from test_gpu_path import (
-    LONG, LONG_PROMPTS, PLAIN, all_of, check_no_host_reads, check_same, make_engine, needs)
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 BOTH = pytest.mark.parametrize("stored", [E4M3, INT8], ids=["fp8", "int8"])

@@ -4,9 +4,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, check_fault, check_idle, check_refused, for_feature, random_prompts
-from safetensors.torch import load_file, save_file
 from pieces import KINDS, sentencepiece
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams
