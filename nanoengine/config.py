@@ -88,7 +88,8 @@ class EngineConfig(Options):
         so that the same tokens take fewer steps. "prompt-lookup" guesses that text continues
         as it did before. A function from a `Sequence` to token ids can guess instead. Speculation
         needs a CPU and run_ahead=False. The number of guesses depends on how long steps take; the
-        generated tokens do not.
+        generated tokens do not, except with kernels=False or float16, where tokens with nearly
+        equal logits can change places.
     cpu_offload_gb: GiB of weights, in whole layers, that stay in host memory and cross to the GPU
         in each step. With several GPUs, each offloads that much. On a CPU it must be 0.
     tensor_parallel_size: how many GPUs, or processes on a CPU, share the model.
