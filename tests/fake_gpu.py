@@ -58,13 +58,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._device import _device_constructors
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import nanoengine
-from nanoengine import features as seams
-from nanoengine import model, sampler
+from nanoengine import features as seams, model, sampler
 from nanoengine.features import optional
 
 HAS_TRITON = find_spec("triton") is not None

@@ -7,24 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import check_refused
-from cpu.reference import (
-    BF16,
-    F32,
-    NO_NORMS,
-    Step,
-    make_step,
-    norm_and_rotate,
-    plain_attention,
-    random_cache,
-    random_norms,
-)
-from fake_gpu import FakeGpu
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
-from nanoengine import LLM, SamplingParams, attention
-from nanoengine import features as seams
-from nanoengine.attention import BACKENDS, Backend, backends, choose_backend, gather_attention
+from cpu.reference import (
+    BF16, F32, NO_NORMS, Step, make_step, norm_and_rotate, plain_attention, random_cache,
+    random_norms)
+from fake_gpu import FakeGpu
+from nanoengine import LLM, SamplingParams, attention, features as seams
+from nanoengine.attention import (
+    BACKENDS, Backend, backends, choose_backend, gather_attention)
 from nanoengine.config import EngineConfig
 from nanoengine.features import optional
 from nanoengine.model import Attention

@@ -12,11 +12,11 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT))
 
 import bench  # noqa: E402
+from nanoengine_extras.tools.lab.options import read_prompts  # noqa: E402
 from nanoengine.config import EngineConfig  # noqa: E402
 from nanoengine.loader import load_config  # noqa: E402
 from nanoengine.observers import Features  # noqa: E402
 from nanoengine.requests import InputProcessor  # noqa: E402
-from nanoengine_extras.tools.lab.options import read_prompts  # noqa: E402
 
 SMALL = ("--num-seqs", 4, "--min-input", 8, "--max-input", 24, "--min-output", 8,
          "--max-output", 16)

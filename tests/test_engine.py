@@ -6,7 +6,8 @@ import gc
 import weakref
 
 import pytest
-from conftest import check_idle, complete, generate, random_prompts, slow, token_ids, use_policies
+from conftest import (
+    check_idle, complete, generate, random_prompts, slow, token_ids, use_policies)
 
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.block_manager import BlockManager

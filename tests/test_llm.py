@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    GREEDY,
-    check_idle,
-    check_refused,
-    complete,
-    generate,
-    random_prompts,
-    token_ids,
-)
+    GREEDY, check_idle, check_refused, complete, generate, random_prompts, token_ids)
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams

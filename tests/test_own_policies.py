@@ -4,15 +4,8 @@ from collections import Counter
 
 import pytest
 from conftest import (
-    GREEDY,
-    check_idle,
-    check_refused,
-    for_feature,
-    generate,
-    policies_of,
-    random_prompts,
-    token_ids,
-)
+    GREEDY, check_idle, check_refused, for_feature, generate, policies_of, random_prompts,
+    token_ids)
 
 from nanoengine.policies import TABLES
 

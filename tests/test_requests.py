@@ -4,9 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import GREEDY, Raises, check_refused, for_feature, generate, next_number, token_ids
+from conftest import (
+    GREEDY, Raises, check_refused, for_feature, generate, next_number, token_ids)
 
 from nanoengine import LLM, SamplingParams
+
 
 RAISES = Raises()
 

@@ -25,11 +25,11 @@ from nanoengine.observers import Features
 from nanoengine.requests import Request
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import NO_TOKEN, Batch, Copies, Sequence
+from nanoengine_extras.sampling.beam_search import BeamSearch, BeamSearchParams, make_way
 from nanoengine_extras.running.guards import Guards
+from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs
 from nanoengine_extras.running.metrics import Metrics
 from nanoengine_extras.running.shared_steps import abort_sequences, end_request
-from nanoengine_extras.sampling.beam_search import BeamSearch, BeamSearchParams, make_way
-from nanoengine_extras.sampling.logprobs import Logprobs, RowLogprobs
 
 EOS = 0
 VOCABULARY = 4  # small, so that prompts share prefixes and blocks by accident as well

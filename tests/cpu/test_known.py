@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from transformers import LlamaConfig
 
-from nanoengine import LLM, SamplingParams, loader
-from nanoengine import model as plain
+from nanoengine import LLM, SamplingParams, loader, model as plain
 from nanoengine.model import MLP, swiglu
 from nanoengine_extras.cpu import knows_attention, modules, optimize
-from nanoengine_extras.cpu.modules import GatedMLP, Layers, PackedLinear, PagedAttention
 from nanoengine_extras.known import has_code_of
+from nanoengine_extras.cpu.modules import GatedMLP, Layers, PackedLinear, PagedAttention
 
 close = torch.testing.assert_close
 ROOT = Path(__file__).parents[2]

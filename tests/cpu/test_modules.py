@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from cpu.reference import make_step, plain_attention
 from forks import run_in_fork
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 
+from cpu.reference import make_step, plain_attention
 from nanoengine.model import MLP, Attention, Decoder, RMSNorm
 from nanoengine_extras.cpu import attention, empty_cache, modules, optimize
 from nanoengine_extras.cpu.compiling import Program, run_call, warn_once

@@ -12,21 +12,10 @@ import numba
 import pytest
 import torch
 from conftest import slow
-from cpu.reference import (
-    BF16,
-    F32,
-    NO_NORMS,
-    attend_by_kernel,
-    attend_in_tiles,
-    cpu_cache,
-    make_step,
-    no_turn,
-    norm_and_rotate,
-    plain_attention,
-    random_cache,
-    random_norms,
-)
 
+from cpu.reference import (
+    BF16, F32, NO_NORMS, attend_by_kernel, attend_in_tiles, cpu_cache, make_step, no_turn,
+    norm_and_rotate, plain_attention, random_cache, random_norms)
 from nanoengine_extras.cpu import attention as kernels
 from nanoengine_extras.cpu import compiling
 

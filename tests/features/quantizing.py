@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from conftest import random_prompts
-from formats import BFLOAT16, GREEDY, OPTIONS, PROMPTS, REAL, SCHEDULES, TABLES, expected, generated  # noqa: F401
+from formats import (  # noqa: F401
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, REAL, SCHEDULES, TABLES, expected, generated)
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams

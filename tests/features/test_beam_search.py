@@ -7,23 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import (
-    check_blocks,
-    check_idle,
-    check_refused,
-    complete,
-    generate,
-    random_prompts,
-    token_ids,
-    use_policies,
-)
+    check_blocks, check_idle, check_refused, complete, generate, random_prompts, token_ids,
+    use_policies)
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.block_manager import BlockManager
 from nanoengine.config import EngineConfig
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Sequence
-from nanoengine_extras.running.policies import overtaking
 from nanoengine_extras.sampling.beam_search import make_way
+from nanoengine_extras.running.policies import overtaking
 
 PROMPTS = random_prompts([3, 17, 40, 16, 33], seed=3)
 OPTIONS = dict(dtype="float32", device="cpu", block_size=16)

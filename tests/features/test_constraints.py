@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import check_refused, generate, random_prompts, token_ids, use_policies
 from feature_helpers import apply, constrain, forbidden
+from conftest import check_refused, generate, random_prompts, token_ids, use_policies
 from pieces import KINDS, sentencepiece
 from test_sampler import make as make_row
 from transformers import AutoTokenizer

@@ -12,17 +12,7 @@ import torch
 import transformers
 from conftest import check_refused, slow
 from quantizing import (
-    ADDED,
-    FLOATS,
-    GREEDY,
-    OPTIONS,
-    PROMPTS,
-    Entries,
-    check_config,
-    expected,
-    generated,
-    write,
-)
+    ADDED, FLOATS, GREEDY, OPTIONS, PROMPTS, Entries, check_config, expected, generated, write)
 
 from nanoengine import LLM
 from nanoengine_extras.cpu.packed import QuantizedLinear

@@ -5,27 +5,19 @@ gpu_kernels/interpreted.py.
 """
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 from conftest import check_idle, check_refused, random_prompts, slow
-from cpu.reference import BF16, F32, NO_NORMS, attend_by_kernel, make_step, no_turn, plain_attention
-from fake_gpu import FakeGpu
-from test_gpu_path import (
-    LONG,
-    LONG_PROMPTS,
-    PLAIN,
-    all_of,
-    check_no_host_reads,
-    check_same,
-    make_engine,
-    needs,
-)
 
+from cpu.reference import (
+    BF16, F32, NO_NORMS, Step, attend_by_kernel, make_step, no_turn, plain_attention)
+from fake_gpu import FakeGpu
 from nanoengine import LLM, SamplingParams
 from nanoengine_extras.cpu import empty_cache
 from nanoengine_extras.running.kv_cache import EightBits
+from test_gpu_path import (
+    LONG, LONG_PROMPTS, PLAIN, all_of, check_no_host_reads, check_same, make_engine, needs)
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 BOTH = pytest.mark.parametrize("stored", [E4M3, INT8], ids=["fp8", "int8"])
@@ -113,7 +105,7 @@ def test_the_kernel_against_plain_torch(kv_heads, group_size, head_dim, block_si
     for step in steps:
         owners, positions = step.sequence_of_token, step.positions
         slots = tables[owners, positions // block_size] * block_size + positions % block_size
-        step = dataclasses.replace(step, block_tables=tables, slot_mapping=slots.long())
+        step = Step(**vars(step) | dict(block_tables=tables, slot_mapping=slots.long()))
         qkv = torch.randn(len(positions), heads + 2 * kv_heads, head_dim).to(dtype)
         out = attend_by_kernel(
             qkv.clone(), NO_NORMS, no_turn(len(qkv), head_dim), ours, window, step)

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from conftest import GREEDY, check_idle, generate, random_prompts, token_ids, use_policies
+from conftest import (
+    GREEDY, check_idle, generate, random_prompts, token_ids, use_policies)
 from test_sampler import make, sample
 
 from nanoengine import SamplingParams

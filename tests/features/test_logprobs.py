@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import check_refused, generate, random_prompts, token_ids
-from pieces import KINDS, PIECES, sentencepiece, text_of
 from safetensors.torch import load_file, save_file
+from pieces import KINDS, PIECES, sentencepiece, text_of
 from test_sampler import logprobs, make, sample
 from transformers import AutoTokenizer
 

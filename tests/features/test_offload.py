@@ -10,18 +10,8 @@ from conftest import slow
 from fake_gpu import FakeGpu, GpuError, storage_of
 from safetensors.torch import load_file
 from test_gpu_path import (
-    BOTH,
-    EXACT,
-    GREEDY,
-    PROMPTS,
-    SMALL,
-    Engines,
-    Patch,
-    check_no_host_reads,
-    check_same,
-    make_engine,
-    tokens_of,
-)
+    BOTH, EXACT, GREEDY, PROMPTS, SMALL, Engines, Patch, check_no_host_reads, check_same,
+    make_engine, tokens_of)
 
 from nanoengine import LLM
 from nanoengine_extras.running.offload import Offload, choose_layers

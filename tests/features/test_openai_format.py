@@ -12,15 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanoengine import LLM
 from nanoengine_extras.tools.openai_format import (
-    CHAT,
-    COMPLETION,
-    IGNORED,
-    KNOWN,
-    NEUTRAL,
-    Body,
-    error_of,
-    object_of,
-)
+    CHAT, COMPLETION, IGNORED, KNOWN, NEUTRAL, Body, error_of, object_of)
 from nanoengine_extras.tools.openai_format.logprobs import bytes_in
 
 pytestmark = pytest.mark.needs(

@@ -12,7 +12,8 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from nanoengine_extras.tools import prometheus  # noqa: E402
-from nanoengine_extras.tools.prometheus import FIRST_TOKEN, NEXT_TOKEN, WHOLE, Times, as_text  # noqa: E402
+from nanoengine_extras.tools.prometheus import (  # noqa: E402
+    FIRST_TOKEN, NEXT_TOKEN, WHOLE, Times, as_text)
 
 METRICS = {"num_blocks_used": 0, "num_blocks_free": 5, "attention_backend": "gather"}
 

@@ -18,45 +18,27 @@ import transformers
 from conftest import ROOT, check_refused, greedy_reference, slow, token_ids
 from fake_gpu import FakeGpu
 from formats import (
-    BFLOAT16,
-    GREEDY,
-    OPTIONS,
-    PROMPTS,
-    check_weights,
-    expected,
-    generated,
-    in_words,
-    make_quantized,
-    packed_of,
-)
+    BFLOAT16, GREEDY, OPTIONS, PROMPTS, check_weights, expected, generated, in_words,
+    make_quantized, packed_of)
 from quantizing import (
-    PACKED,
-    REAL,
-    SCALES,
-    SCHEDULES,
-    close,
-    compare_products,
-    draw,
-    logprobs_of,
-    make_gguf,
-    num_bytes,
-)
+    PACKED, REAL, SCALES, SCHEDULES, close, compare_products, draw, logprobs_of, make_gguf,
+    num_bytes)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import LLM
 from nanoengine.config import EngineConfig
+from nanoengine_extras.models import quantized
+from nanoengine_extras.models.sources import find_model
+from nanoengine_extras.running import strict as memory
+from nanoengine_extras.models.quantized.loading import pack
 from nanoengine_extras.cpu.packed import PackedWeight, QuantizedLinear
 from nanoengine_extras.cpu.packed.layout import padding
 from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.cpu.vectors import has
-from nanoengine_extras.models import quantized
 from nanoengine_extras.models.gguf import header as gguf_header
 from nanoengine_extras.models.gguf import numbers as gguf_numbers
 from nanoengine_extras.models.quantized import formulas, loading
-from nanoengine_extras.models.quantized.loading import pack
-from nanoengine_extras.models.sources import find_model
-from nanoengine_extras.running import strict as memory
 
 fixtures = make_gguf, make_quantized
 

@@ -12,38 +12,10 @@ import pytest
 import torch
 from conftest import changed, check_refused, slow, token_ids
 from formats import (
-    AUTO_ROUND,
-    AWQ,
-    BFLOAT16,
-    EXPERTS,
-    FORMATS,
-    FP8,
-    GPTQ,
-    GREEDY,
-    INT8,
-    OPTIONS,
-    PROMPTS,
-    ROUNDED,
-    SCHEDULES,
-    Parts,
-    change,
-    change_config,
-    check_damages,
-    check_packed,
-    check_weights,
-    compressed,
-    expected,
-    experts_of,
-    generated,
-    in_fp4,
-    in_fp8,
-    in_gptq,
-    in_int8,
-    in_words,
-    num_packed,
-    opened,
-    rounding,
-)
+    AUTO_ROUND, AWQ, BFLOAT16, EXPERTS, FORMATS, FP8, GPTQ, GREEDY, INT8, OPTIONS, PROMPTS, ROUNDED,
+    SCHEDULES, Parts, change, change_config, check_damages, check_packed, check_weights, compressed,
+    expected, experts_of, generated, in_fp4, in_fp8, in_gptq, in_int8, in_words, num_packed, opened,
+    rounding)
 from formats import make_quantized as make_quantized
 from safetensors.torch import save_file
 from torch import Tensor
@@ -53,6 +25,7 @@ from nanoengine_extras.cpu import compiling
 from nanoengine_extras.cpu.packed.order import HAS_TABLES
 from nanoengine_extras.models.quantized import choose_opener, methods
 from nanoengine_extras.models.quantized.loading import pack
+
 
 # They differ little from others: the fast tests read single weights, and load no model.
 SLOW = ["awq symmetric", "awq uneven", "awq one group", "gptq uneven", "gptq v2 by format",

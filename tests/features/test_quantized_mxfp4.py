@@ -11,17 +11,8 @@ import torch
 import transformers
 from conftest import check_refused, token_ids
 from formats import (
-    GREEDY,
-    OPTIONS,
-    PROMPTS,
-    change,
-    change_config,
-    compressed,
-    expected,
-    experts_of,
-    generated,
-    save,
-)
+    GREEDY, OPTIONS, PROMPTS, change, change_config, compressed, expected, experts_of, generated,
+    save)
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -15,16 +15,7 @@ import torch
 import transformers
 from conftest import check_refused, in_thread, slow
 from formats import (
-    FORMATS,
-    REAL,
-    change,
-    check_packed,
-    compare,
-    modules_of,
-    num_packed,
-    packed_of,
-    with_weights,
-)
+    FORMATS, REAL, change, check_packed, compare, modules_of, num_packed, packed_of, with_weights)
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, check_fault, check_idle, check_refused, for_feature, random_prompts
-from pieces import KINDS, sentencepiece
 from safetensors.torch import load_file, save_file
+from pieces import KINDS, sentencepiece
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, SamplingParams

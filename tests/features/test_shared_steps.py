@@ -11,15 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import (
-    GREEDY,
-    check_idle,
-    check_refused,
-    generate,
-    random_prompts,
-    slow,
-    token_ids,
-    wait_until,
-)
+    GREEDY, check_idle, check_refused, generate, random_prompts, slow, token_ids, wait_until)
 
 from nanoengine import SamplingParams
 from nanoengine.engine import Engine

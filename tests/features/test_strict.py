@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import GREEDY, check_refused
-from test_sampler import make as make_row
-from test_sampler import sample
+from test_sampler import make as make_row, sample
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams
 from nanoengine.config import EngineConfig
 from nanoengine.errors import naming
 from nanoengine.observers import Feature
-from nanoengine_extras.running.strict import Strict
 from nanoengine_extras.tools.chat import render
+from nanoengine_extras.running.strict import Strict
 
 check_call = Strict().call
 

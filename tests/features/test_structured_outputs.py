@@ -20,12 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, SamplingParams
 from nanoengine_extras.sampling.structured_outputs.grammar import (
-    Grammar,
-    make_matcher,
-    make_vocabulary,
-    permitted,
-    to_lark,
-)
+    Grammar, make_matcher, make_vocabulary, permitted, to_lark)
 
 MONTH = "20[0-9][0-9]-(0[1-9]|1[0-2])"
 MANY = [f"number {number} of many" for number in range(2000)]

@@ -15,17 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import (
-    GREEDY,
-    ROOT,
-    check_idle,
-    check_refused,
-    generate,
-    random_prompts,
-    slow,
-    token_ids,
-    use_policies,
-    wait_until,
-)
+    GREEDY, ROOT, check_idle, check_refused, generate, random_prompts, slow, token_ids,
+    use_policies, wait_until)
 from forks import start_rank
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams

@@ -10,8 +10,8 @@ from jsonschema import Draft202012Validator
 from streams import choice_of, in_turn, joined
 
 from nanoengine import LLM
-from nanoengine_extras.tools import tool_calls
 from nanoengine_extras.tools.openai_format import CHAT, Body
+from nanoengine_extras.tools import tool_calls
 from nanoengine_extras.tools.tool_calls import ToolCalls, check, read
 
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}

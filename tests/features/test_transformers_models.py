@@ -17,10 +17,10 @@ import pytest
 import schedules
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from compare import tokens
 from conftest import changed, check_refused, slow, use_policies
 from fake_gpu import FakeGpu
-from safetensors.torch import load_file, save_file
 from test_torch_settings import SETTINGS
 
 from nanoengine import LLM, SamplingParams

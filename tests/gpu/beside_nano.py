@@ -103,8 +103,8 @@ def run_ours(args) -> None:
 def run_nano(args) -> None:
     """nano-vllm as it is, but for what this machine does not have."""
     sys.path.insert(0, str(ROOT / ".nano"))
-    import torch.distributed as dist
     import transformers
+    import torch.distributed as dist
     # 1. no network: a store in this process in place of tcp://localhost:2333
     init = dist.init_process_group
     dist.init_process_group = lambda *_, world_size, rank, **others: init(

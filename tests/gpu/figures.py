@@ -29,14 +29,7 @@ from nanoengine.sampling_params import SamplingParams  # noqa: E402
 from nanoengine.sequence import Sequence  # noqa: E402
 from nanoengine.step_inputs import Draws  # noqa: E402
 from nanoengine_extras.gpu import (  # noqa: E402
-    draw,
-    few_rows,
-    few_rows_linear,
-    paged_attention,
-    rms_norm,
-    swiglu,
-    truncate,
-)
+    draw, few_rows, few_rows_linear, paged_attention, rms_norm, swiglu, truncate)
 from nanoengine_extras.sampling.fast_sampling import sample  # noqa: E402
 
 DEVICE = "cpu" if DRY else "cuda"

@@ -19,11 +19,10 @@ NEEDS_A_GPU = ("cache_gets_what", "out_of_memory", "engines_leave_nothing", "06b
 
 
 def pytest_configure(config) -> None:
-    from fake_gpu import FakeGpu
-
     import nanoengine  # noqa: F401
-    from nanoengine.cuda_graphs import padded
+    from fake_gpu import FakeGpu
     from nanoengine.sequence import Batch
+    from nanoengine.cuda_graphs import padded
     from nanoengine_extras.models import dummy
     from nanoengine_extras.running import memory
     torch.cuda.set_sync_debug_mode = lambda mode: None

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_gpu
 import pytest
 import torch
 import transformers
@@ -19,6 +18,7 @@ from conftest import check_refused
 from feature_helpers import FEATURES, constrain
 from triton.runtime import interpreter
 
+import fake_gpu
 import nanoengine_extras.gpu
 from nanoengine import SamplingParams, sampler
 from nanoengine import model as plain
@@ -28,18 +28,8 @@ from nanoengine.loader import load_model
 from nanoengine.sequence import NO_TOKEN, Row, Sequence
 from nanoengine.step_inputs import Draws, draws_of
 from nanoengine_extras.gpu import (
-    attention,
-    draw,
-    few_rows,
-    few_rows_linear,
-    modules,
-    optimize,
-    paged_attention,
-    rms_norm,
-    store_heads,
-    swiglu,
-    truncate,
-)
+    attention, draw, few_rows, few_rows_linear, modules, optimize, paged_attention, rms_norm,
+    store_heads, swiglu, truncate)
 from nanoengine_extras.sampling import fast_sampling
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,9 @@ from conftest import ROOT, check_refused, for_feature
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "models")]
 
 import bench  # noqa: E402
-from nanoengine import LLM, BeamSearchParams, SamplingParams  # noqa: E402
-from nanoengine.model_runner import ModelRunner  # noqa: E402
 from nanoengine_extras.tools.lab import compare, drawing, figures, limits, options, simulate  # noqa: E402
+from nanoengine import BeamSearchParams, LLM, SamplingParams  # noqa: E402
+from nanoengine.model_runner import ModelRunner  # noqa: E402
 
 LAB = "-m nanoengine_extras.tools.lab."
 COMMANDS = {"bench.py": bench, f"{LAB}compare": compare, f"{LAB}simulate": simulate}
