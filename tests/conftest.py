@@ -479,7 +479,7 @@ def token_ids(outputs) -> list[list[int]]:
 
 def check_idle(llm) -> None:
     """Nothing is queued, no step is in flight, and all blocks are free."""
-    assert not llm.active and not llm.engine.has_unfinished()
+    assert not llm.active and not llm.engine.has_unfinished() and llm.engine.in_flight is None
     scheduler = llm.engine.scheduler
     manager = scheduler.block_manager
     assert not scheduler.waiting and not scheduler.running

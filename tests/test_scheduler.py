@@ -434,6 +434,7 @@ def run_workload(seed: int, order=ORDER_OF_COPIES, widths=(0, 0, 2, 3), **polici
         assert engine.config.run_ahead or not engine.in_flight
         check_blocks(scheduler)
         assert num_turns < 1500, "a deadlock, or a livelock"
+    assert not engine.in_flight
     scheduler.check_scheduled()
     scheduler.counters["most_turns"] = num_turns
     assert manager.num_free_blocks == manager.num_blocks
