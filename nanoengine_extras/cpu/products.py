@@ -10,7 +10,7 @@ registers.
                         sums    rows x outputs, which begin with the bias
                         for each word in the slice:
                             sums += rows times weight
-                            prefetch a share of the next slice; of one step, what comes soon
+                            prefetch a share of the next slice, or what comes soon
                         out     after the last slice: the sums, or SwiGLU
 
                                    outputs of a block    words of a slice    rows at a time
@@ -81,7 +81,7 @@ HELD_APART = (TILED - 1) * 4 * LANES
 # the rows of one step take little time, so each line of the weight is prefetched by itself, this
 # many words before it is needed
 SOON = 2**11 if HAS_TILES else 2**10
-# into this cache: into the second alone, AMD's CPUs read half as fast (measured on Zen 4)
+# into this cache: into the second alone, AMD's CPUs read packed weights half as fast (Zen 4)
 LEVEL = 1 if has("clzero") else 2
 # for more rows, it is prefetched once every EVERY words of a row; with AVX-512, LLVM keeps sums of
 # 6 rows in registers only if EVERY is at least 8
@@ -224,7 +224,7 @@ def add_few_rows(rows, line, weight, piece, sums, size):
 @inlined(inline="always")
 def add_step(rows, line, weight, piece, sums, count, on_tiles, per_word, is_all):
     """Adds products of the next `count` rows, at most a step, with a slice of the weight. Rows
-    after the last one hold arbitrary numbers."""
+    after the last one hold arbitrary numbers. is_all: see `add_rows`"""
     if on_tiles:
         below = LANES if count > LANES else 0
         load_sums(sums, sums.strides[0] // 4, below)

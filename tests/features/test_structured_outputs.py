@@ -440,6 +440,7 @@ TAGS = [
     ("grammar", 'root ::= many-a "a" [^"\\]]? # root\nmany-a ::= "a"+ | "root"',
      ["aa", "aaab", "roota", "rootaa"], ["a", "root", 'aa"', "aa]", "aabb"]),
     ("grammar", 'root ::= "(" root ")" | [0-9]{2}', ["12", "((34))"], ["1", "(12", "()"]),
+    ("grammar", 'root ::= Start\nStart ::= "(" Start ")" | "a"', ["a", "(a)"], ["(a", "b"]),
     ("grammar", 'root ::= (start)? (("a"){2} # c)\n [)(])+\nstart ::= ("b"*)?', ["aa)", "bbaa(aa)"],
      ["aa", "a)", "b", "bb)"]),
     ("grammar", 'start: pair ("," pair)*\npair: NAME "=" NAME\nNAME: /[a-z]+/',
@@ -485,7 +486,7 @@ REFUSED = {
         r'"\u0061b"', r"[\x41]", r'"\\\u0061"', ".", "[a-z&&b]", "[a]\nb ::= [a--b]")],
     "EBNF needs a rule with the name root": [{"grammar": grammar} for grammar in (
         'start ::= "a"', "list ::= item\n  item-1 ::= [a-z]", 'root ::= "a"\nroot ::= "b"',
-        'root ::= a-b\na-b ::= "a"\nA_b ::= "b"',
+        'root ::= a-b\na-b ::= "a"\nA_b ::= "b"', 'Root ::= "a"',
         # this takes no time, although no class ends
         "a ::= " + '["\\' * 20_000)],
     "a regex cannot have 64000 letters: at most 10000": [

@@ -172,24 +172,26 @@ def ebnf_to_lark(text: str) -> str:
 
     This makes terminals of all rules but root and recursive ones. Of two terminals in a row, the
     first takes the longest text. So root gets another name here: without recursion, all of the
-    grammar is one terminal. And so does start, which is the function's name for root. An empty text
-    at the end of each group keeps the parentheses of a group that is a repetition.
+    grammar is one terminal. A rule named start gets another name, too, since the function calls
+    root so. An empty text at the end of each group keeps the parentheses of a group that is only a
+    repetition, which the function would drop.
 
     Raises ValueError for what the function gets wrong: letters such as \u00e9, `.`, sets such as
-    [a&&b], and two rules with one name, which it writes in capitals, with _ in place of -.
+    [a&&b], and names that differ only in case, or in - and _.
     """
-    names = [name.upper().replace("-", "_") for name in re.findall(RULE, text)]
+    names = re.findall(RULE, text)
+    folded = {name.upper().replace("-", "_") for name in names}
     parts = [part for part in re.findall(NO_NAMES, text) if part[0] != "#"]
     odd = re.findall(r"(?<!\\)(?:\\\\)*(\\[xuU])|(^\[.*(?:&&|--|~~))", "\n".join(parts), re.M)
     if odd or "." in re.sub(NO_NAMES, "", text):
         raise ValueError("EBNF with \\x, \\u, \\U, a point, or &&, -- or ~~ in a class is not "
                          "supported: write Lark")
-    if "ROOT" not in names or len({*names}) < len(names):
+    if "root" not in names or len(folded) < len(names):
         raise ValueError("EBNF needs a rule with the name root, and each name once, whatever the "
                          "case of its letters, with _ or -")
     # longer than any name
     prefix = f"whole-{max(names, key=len)}-"
-    text = re.sub(rf"({NO_NAMES})|(?<![\w-])(root|start)(?![\w-])|\)",
+    text = re.sub(rf"({NO_NAMES})|(?<![\w-])(root|(?i:start))(?![\w-])|\)",
                   lambda part: part[1] or (prefix + part[2] if part[2] else ' "")'), text)
     return gbnf_to_lark(f"root ::= {prefix}root\n{text}").removeprefix("%llguidance {}")
 
