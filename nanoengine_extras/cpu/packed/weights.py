@@ -10,7 +10,8 @@ the dtype of the rows.
 
 import numpy as np
 
-from nanoengine_extras.cpu.products import BLOCK, LEVEL, SLICE, STEP, add_step
+from nanoengine_extras.cpu.products import BLOCK, LEVEL, SLICE, STEP, add_slice, add_step
+from nanoengine_extras.cpu.tiles import load_sums, store_sums
 from nanoengine_extras.cpu.vectors import (
     LANES, array_at, copy_rows, inlined, numbers_at, prefetch, stack)
 from nanoengine_extras.cpu.packed.expanding import (
@@ -25,12 +26,17 @@ OPEN = WIDE // LANES * SCALES
 # the words of a slice. If a product computes only part of a block at once, a part of the slice has
 # to fit the L1 cache
 LINES = SLICE if BLOCK == WIDE else 2 * SLICE
+# the depth of a slice while tiles hold all sums, in words: that of the largest group
+DEPTH = 64
 
 
 @inlined()
-def expand_groups(part, number, first, depth, lines, block_size, width, per_word):
+def expand_groups(part, number, first, depth, lines, soon, block_size, width, per_word):
     """Expands words `first` to `first` + `depth` of a block, for the outputs that a product
-    computes at once, then for the next ones."""
+    computes at once, then for the next ones.
+
+    soon: how many words later the weight is needed that is prefetched meanwhile; 0: none is
+    """
     (_, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
     at = part + 8 * HEADER + number * size
@@ -43,6 +49,8 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
         place = begin + n * record
         numbers = (place + head) // 4
         above = n // max(1, nested) * 2 * block_size * (1 + has_lows)
+        for i in range(place // 4, numbers, LANES):
+            prefetch(words, i + soon, LEVEL)
         open_scales(data, place, above, kind, width, block_size, per_word, scales)
         for v in range(0, group, 32 // LOWER[width]):
             line = (n * step - first + v // per_word) * across
@@ -50,6 +58,9 @@ def expand_groups(part, number, first, depth, lines, block_size, width, per_word
             upper, shift = find_upper(numbers, v, group, block_size, width)
             for c in range(0, block_size, LANES):
                 to = c // across * across * depth + line + c % across
+                prefetch(words, packed + c + soon, LEVEL)
+                if UPPER[width]:
+                    prefetch(words, upper + c + soon, LEVEL)
                 store_weights(lines, to, across, words, packed + c, upper + c, shift, table,
                               scales[SCALES // LANES * c:], width, per_word)
     # where the next words lie, and how many of them each word in a row needs
@@ -105,20 +116,20 @@ def add_groups(part, number, rows, line, size_of_row, sums, width, per_word, cou
 
 
 @inlined(inline="always")
-def expand(part, number, first, depth, lines, block_size, per_word):
+def expand(part, number, first, depth, lines, soon, block_size, per_word):
     width = numbers_at(part, 13)[12]
     if width == 8:
-        return expand_groups(part, number, first, depth, lines, block_size, 8, per_word)
+        return expand_groups(part, number, first, depth, lines, soon, block_size, 8, per_word)
     if HAS_TABLES and width == 6:
-        return expand_groups(part, number, first, depth, lines, block_size, 6, per_word)
+        return expand_groups(part, number, first, depth, lines, soon, block_size, 6, per_word)
     if HAS_TABLES and width == 5:
-        return expand_groups(part, number, first, depth, lines, block_size, 5, per_word)
-    return expand_groups(part, number, first, depth, lines, block_size, 4, per_word)
+        return expand_groups(part, number, first, depth, lines, soon, block_size, 5, per_word)
+    return expand_groups(part, number, first, depth, lines, soon, block_size, 4, per_word)
 
 
 @inlined(inline="always")
-def expand_floats(part, number, first, depth, lines, block_size, per_word):
-    return expand_groups(part, number, first, depth, lines, block_size, FLOAT8, per_word)
+def expand_floats(part, number, first, depth, lines, soon, block_size, per_word):
+    return expand_groups(part, number, first, depth, lines, soon, block_size, FLOAT8, per_word)
 
 
 @inlined(inline="always")
@@ -155,18 +166,31 @@ def add_few(add, part, number, rows, line, size_of_row, sums, per_word, size):
 
 @inlined(inline="always")
 def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_tiles, per_word):
-    """The same for any number of rows: slice by slice. open_slice: `expand` or `expand_floats`"""
+    """The same for any number of rows: slice by slice. open_slice: `expand` or `expand_floats`
+
+    The sums of up to 32 rows stay in tiles from slice to slice. Then slices are short, and the CPU
+    expands one while it still multiplies by the one before.
+    """
     size, block_size = sums.shape
     step = 2 * LANES if on_tiles else STEP
     stride = 4 if size in (7, 8) and not on_tiles else step
     across = min(BLOCK, block_size)
-    most_depth = LINES // block_size
+    stay = on_tiles and size <= step
+    below = LANES if size > LANES else 0
+    if stay:
+        load_sums(sums, block_size, below)
+    most_depth = DEPTH if stay else LINES // block_size
+    # few rows take little time, so the weight is prefetched while it is expanded
+    soon = SOON if size <= step else 0
     for first in range(0, size_of_row, most_depth):
         depth = min(most_depth, size_of_row - first)
-        after, asked = open_slice(part, number, first, depth, lines, block_size, per_word)
+        after, asked = open_slice(part, number, first, depth, lines, soon, block_size, per_word)
+        if stay:
+            add_slice(rows[first:], line, below, lines, (0, depth, 0, 0))
+            continue
         # each step of the rows asks for a share of the next slice
         steps = -(-size // stride)
-        asked = -(-asked // (steps * (block_size // across)))
+        asked = 0 if soon else -(-asked // (steps * (block_size // across)))
         ahead = (after - np.int64(lines.ctypes.data)) // 4
         for c in range(0, block_size, across):
             for r in range(0, size, stride):
@@ -174,3 +198,5 @@ def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_
                 add_step(rows[r * line + first:], line, lines, piece, sums[r:, c:c + across],
                          min(size - r, stride), on_tiles, per_word, False)
                 ahead += asked * depth
+    if stay:
+        store_sums(sums, block_size, below)
