@@ -101,8 +101,9 @@ RULES: dict[str, Any] = {
     "load_format": Literal["auto", "safetensors", "hf", "dummy"],
     "model_impl": Literal["auto", "native", "transformers"],
     "preemption_mode": Literal["recompute", "swap"],
-    "max_model_len": Annotated[Annotated[int, Field(ge=2)] | None,
-                               BeforeValidator(lambda v: None if v in (-1, "auto") else v)],
+    # vLLM's -1 and "auto"
+    "max_model_len": Annotated[Annotated[int, Field(ge=2)] | None, BeforeValidator(
+        lambda v: None if isinstance(v, (int, str)) and v in (-1, "auto") else v)],
     **dict.fromkeys(
         ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"), Size | None),
     "gpu_memory_utilization": Annotated[float, Field(gt=0, le=1)],

@@ -81,6 +81,7 @@ REFUSED = {
         ("block_size", 0, "greater than or equal to 1"), ("num_kv_blocks", 1.5, "integer"),
         ("max_model_len", 1, "greater than or equal to 2"),
         ("max_model_len", -2, "greater than or equal to 2"),
+        ("max_model_len", torch.tensor([64, 64]), "integer"),
         ("gpu_memory_utilization", 1.5, "less than or equal to 1"),
         ("enable_prefix_caching", "yes", "boolean"),
         ("enforce_eagr", False, "is not known: the nearest is enforce_eager"),
