@@ -55,7 +55,8 @@ from nanoengine_extras.cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_extras.cpu.vectors import (
     DTYPES, LANES, add_products, array_at, as_words, copy_rows, exp2, fill, has, inlined, largest,
-    load, load_bytes, load_part, numbers_at, prefetch, stack, store, store_part, total, where_less)
+    load, load_bytes, load_part, numbers_at, prefetch, stack, store, store_normal, store_part, total,
+    where_less)
 
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
@@ -303,7 +304,7 @@ def soften(scores, weights, totals, state, oldest, newest, scale, cap):
     for i in range(0, len(scores), LANES):
         exponent = add_products(load(scores, i), fill(scale), fill(-maximum), 1)
         weight = exp2(exponent, weights)
-        store(weights, i, weight)
+        store_normal(weights, i, weight)
         added = added + weight
     store(state, WEIGHTS, added)
 

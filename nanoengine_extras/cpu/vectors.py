@@ -178,13 +178,25 @@ def as_words(builder, lower, upper, per_word):
     return builder.select(are_pairs, builder.bitcast(pairs, FLOATS), lower)
 
 
+def store_bits(builder, array, first, numbers):
+    place = builder.gep(array, [first])
+    builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
+
+
 @instruction(types.void)
 def store(builder, array, first, numbers):
     """Stores to an array of 32-bit words, or of bfloat16."""
-    place = builder.gep(array, [first])
+    store_bits(builder, array, first, rounded(builder, numbers) if is_half(array) else numbers)
+
+
+@instruction(types.void)
+def store_normal(builder, array, first, numbers):
+    """As `store`, but subnormal numbers may become 0: then one instruction can round."""
     if is_half(array):
-        numbers = rounded(builder, numbers)
-    builder.store(numbers, builder.bitcast(place, numbers.type.as_pointer()), align=2)
+        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        can_round = has("avx512bf16")
+        numbers = call(builder, name, HALVES, numbers) if can_round else rounded(builder, numbers)
+    store_bits(builder, array, first, numbers)
 
 
 @inlined()
