@@ -55,14 +55,16 @@ from nanoengine_extras.cpu.tiles import (
     HAS_TILES, TILE_SIZES, add_tiles, begin_tiles, end_tiles, load_sums, store_sums)
 from nanoengine_extras.cpu.vectors import (
     DTYPES, LANES, add_products, array_at, as_words, copy_rows, exp2, fill, has, inlined, largest,
-    load, load_bytes, load_part, numbers_at, prefetch, stack, store, store_normal, store_part, total,
-    where_less)
+    load, load_bytes, load_part, numbers_at, prefetch, stack, store, store_normal, store_part,
+    total, where_less)
 
 # the keys of one step of the softmax, and the index of each
 SPAN = 128
 INDICES = np.arange(SPAN, dtype=np.float32)
 # the start of lines that lie in one piece
 ONE_PIECE = np.zeros(1, np.int64)
+# a row of new sums: two vectors
+ZEROS = np.zeros(2 * LANES, np.float32)
 # where the vectors of a line of V begin, for a head_dim of up to 4,096
 COLUMNS = np.arange(0, 4096, LANES)
 # The sums of this many rows, in this many vectors in all, stay in registers.
@@ -210,7 +212,7 @@ def write_rounded(head, block, offset, between, along, head_dim, width, is_float
 
 @inlined()
 def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon):
-    """out[r, c] += the sum over k < depth of left[r, k] * right[k, c], in a fixed order.
+    """out[r, c] = or += the sum over k < depth of left[r, k] * right[k, c], in a fixed order.
 
                  left       a line of right                 a piece of lines    columns are in
         scores   queries    one word from each of 16 keys   all                 tiles of keys
@@ -220,19 +222,23 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
     right: words; each piece of its lines begins at one of `starts`
     lines: (how many a piece has, the distance between two)
     columns: where each vector begins, in the first line
-    panel: (rows, vectors, per_word, is_tiled): how much is multiplied, how many numbers a word
-        holds, and whether AMX multiplies: it takes 16 lines at a time, all of them finite
+    panel: (rows, vectors, per_word, is_tiled, adds): how much is multiplied, how many numbers a
+        word holds, whether AMX multiplies: it takes 16 lines at a time, all of them finite; and
+        whether the sum is added to what `out` holds
     soon: (words, starts, all_rows): lines that are needed soon, laid out like `right`. With each
         line that is multiplied, one of them is prefetched. AMX does so only for few rows, which
         wait for memory.
     """
     in_piece, line = lines
     words_soon, starts_soon, all_rows = soon
-    rows, vectors, per_word, is_tiled = panel
+    rows, vectors, per_word, is_tiled, adds = panel
     # if this global says that there are no tiles, numba drops this branch, and compiles faster
     if HAS_TILES and is_tiled:
         below = rows - min(rows, LANES)
-        load_sums(out, pitch, below)
+        if adds:
+            load_sums(out, pitch, below)
+        else:
+            load_sums(ZEROS, 0, below)
         for k in range(0, depth, LANES):
             start = starts[k // in_piece] + k % in_piece * line
             add_tiles(left[:, k:], pitch, below, right, start, columns, line)
@@ -242,7 +248,10 @@ def multiply(left, right, starts, lines, columns, depth, out, pitch, panel, soon
         store_sums(out, pitch, below)
         return
     sums = stack(SUMS)
-    copy_rows(out, pitch, sums, vectors * LANES, np.int64(rows), np.int64(vectors))
+    if adds:
+        copy_rows(out, pitch, sums, vectors * LANES, np.int64(rows), np.int64(vectors))
+    else:
+        copy_rows(ZEROS, 0, sums, vectors * LANES, np.int64(rows), np.int64(vectors))
     for first in range(0, depth, in_piece):
         start = starts[first // in_piece]
         ahead = starts_soon[first // in_piece] - start
@@ -395,7 +404,7 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
     begin, end, last, kv_head, _ = tile
     head_dim, width, group_size, _, per_word, unit, _, _ = shape
     norm, eps, sinks, cap = of_heads
-    rows, vectors, _, is_tiled = panel
+    rows, vectors, _, is_tiled, _ = panel
     begin_tiles(TILE_SIZES[min(rows, LANES)])
     tail = stack(TAIL)
     words = head_dim // per_word
@@ -435,7 +444,6 @@ def attend(qkv, kv, out, rope, of_heads, tile, after, block_tables, window, spac
             kv, places, places_ahead, num_tiles, num_keys, opened, shape)
 
         # scores: a line holds one word from each key of a tile
-        scores[:, :num_tiles * LANES] = 0
         for t in range(0, num_tiles, key_panel[1]):
             for r in range(0, num_rows, rows):
                 multiply(scratch[r:], keys, ONE_PIECE, (words, LANES), here[t:], words,
@@ -512,9 +520,9 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     is_tiled = (HAS_TILES and per_word == 2 and head_dim in TILED_HEAD_DIMS
                 and block_size % (LANES * per_word) == 0)
 
-    def panel_of(rows: int, size: int) -> tuple[int, int, int, bool]:
+    def panel_of(rows: int, size: int, adds: bool) -> tuple[int, int, int, bool, bool]:
         vectors = 2 if is_tiled else largest_divisor(size // LANES, MOST_VECTORS // rows)
-        return rows, vectors, per_word, is_tiled
+        return rows, vectors, per_word, is_tiled, adds
 
     # A tile of keys lies in one block. So for other block sizes, spans begin again in each block.
     unit = SPAN if block_size % LANES == 0 else block_size
@@ -525,8 +533,9 @@ def make_kernel(head_dim: int, group_size: int, block_size: int, dtype: torch.dt
     shape = (head_dim, width, group_size, block_size, per_word, unit, tile_size, is_float)
     rows = 2 * LANES if is_tiled else MOST_ROWS
     decode_rows = largest_divisor(group_size, rows)
-    key_panel, panel = panel_of(rows, 2 * LANES), panel_of(rows, width)
-    decode_key_panel, decode_panel = panel_of(decode_rows, 2 * LANES), panel_of(decode_rows, width)
+    key_panel, panel = panel_of(rows, 2 * LANES, False), panel_of(rows, width, True)
+    decode_key_panel = panel_of(decode_rows, 2 * LANES, False)
+    decode_panel = panel_of(decode_rows, width, True)
     most_rows = round_up.py_func(most_tokens * group_size, rows)
     # see `attend`: a query, scores, values and a state
     scratch_size = most_rows * (head_dim // per_word + SPAN + width + STATE)
