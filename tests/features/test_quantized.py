@@ -481,7 +481,7 @@ def test_on_a_gpu(given, name):
 
 
 def rows_to_compare() -> list:
-    return [(1, 2, 3, 5, 7, 40), slow((*range(1, 41), 64, 100, 512))]
+    return [(1, 2, 3, 5, 7, 24, 40), slow((*range(1, 41), 64, 100, 512))]
 
 
 @pytest.mark.parametrize("num_rows", rows_to_compare(), ids=["few", "all"])
