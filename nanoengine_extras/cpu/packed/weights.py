@@ -35,7 +35,7 @@ def expand_groups(part, number, first, depth, lines, soon, block_size, width, pe
     """Expands words `first` to `first` + `depth` of a block, for the outputs that a product
     computes at once, then for the next ones.
 
-    soon: how many words later the weight is needed that is prefetched meanwhile; 0: none is
+    soon: each line that is `soon` words further on is prefetched; 0: nothing new is
     """
     (_, group, record, head, storage, has_zeros, has_lows, zero, nested, begin,
      size) = numbers_at(part, 11)
@@ -175,17 +175,17 @@ def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_
     step = 2 * LANES if on_tiles else STEP
     stride = 4 if size in (7, 8) and not on_tiles else step
     across = min(BLOCK, block_size)
-    stay = on_tiles and size <= step
+    in_tiles = on_tiles and size <= step
     below = LANES if size > LANES else 0
-    if stay:
+    if in_tiles:
         load_sums(sums, block_size, below)
-    most_depth = DEPTH if stay else LINES // block_size
+    most_depth = DEPTH if in_tiles else LINES // block_size
     # few rows take little time, so the weight is prefetched while it is expanded
     soon = SOON if size <= step else 0
     for first in range(0, size_of_row, most_depth):
         depth = min(most_depth, size_of_row - first)
         after, asked = open_slice(part, number, first, depth, lines, soon, block_size, per_word)
-        if stay:
+        if in_tiles:
             add_slice(rows[first:], line, below, lines, (0, depth, 0, 0))
             continue
         # each step of the rows asks for a share of the next slice
@@ -198,5 +198,5 @@ def add_many(open_slice, part, number, rows, line, size_of_row, sums, lines, on_
                 add_step(rows[r * line + first:], line, lines, piece, sums[r:, c:c + across],
                          min(size - r, stride), on_tiles, per_word, False)
                 ahead += asked * depth
-    if stay:
+    if in_tiles:
         store_sums(sums, block_size, below)
